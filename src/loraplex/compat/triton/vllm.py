@@ -261,11 +261,11 @@ def vllm_ensemble(
 def _kind(folder: ModelFolder, inputs: dict[str, str], outputs: dict[str, str]) -> ModelKind:
     """Return the tensors of the ensemble. inputs, outputs: its names by the step's own."""
     for field, names, known in (
-        ("input_map", inputs, VLLM.input),
-        ("output_map", outputs, VLLM.output),
+        ("input_map", inputs, VLLM.inputs_by_name),
+        ("output_map", outputs, VLLM.outputs_by_name),
     ):
         for name in names:
-            if known(name) is None:
+            if name not in known:
                 raise ConfigError(
                     f"{folder.line_of(field)}: {field}: a vLLM model has no tensor '{name}'"
                 )

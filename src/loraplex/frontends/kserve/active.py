@@ -139,6 +139,7 @@ class ActiveRequest(StopSignal):
         self.key = key
         self.scope = scope
         self._others = others
+        others.by_key.setdefault(key, set()).add(self)
 
     def end(self) -> None:
         """Nothing is left to stop. Idempotent."""
@@ -149,25 +150,18 @@ class ActiveRequests:
     """Ids may repeat: a stop request then stops every request of its id."""
 
     def __init__(self) -> None:
-        self._by_key: dict[tuple[str, str], set[ActiveRequest]] = {}
-
-    def begin(
-        self, tenant: str, client_request_id: str, scope: StreamScope | None
-    ) -> ActiveRequest:
-        request = ActiveRequest(self, (tenant, client_request_id), scope)
-        self._by_key.setdefault(request.key, set()).add(request)
-        return request
+        self.by_key: dict[tuple[str, str], set[ActiveRequest]] = {}
 
     def remove(self, request: ActiveRequest) -> None:
         """Idempotent."""
-        requests = self._by_key.get(request.key)
+        requests = self.by_key.get(request.key)
         if requests is not None:
             requests.discard(request)
             if not requests:
-                del self._by_key[request.key]
+                del self.by_key[request.key]
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_key.values()))
+        return sum(map(len, self.by_key.values()))
 
     def stop(self, tenant: str, client_request_id: str, scope: StreamScope | None) -> None:
         """Stop the requests that a stop request means. None of them is fine: it has ended.
@@ -175,11 +169,11 @@ class ActiveRequests:
         Raises InvalidRequestError for a stop request without an id that came alone.
         """
         if client_request_id:
-            victims = self._by_key.get((tenant, client_request_id), set())
+            victims = self.by_key.get((tenant, client_request_id), set())
         elif scope is not None:
             victims = {
                 request
-                for requests in self._by_key.values()
+                for requests in self.by_key.values()
                 for request in requests
                 if request.scope is scope
             }

@@ -4,6 +4,7 @@ Everything here runs on the event loop of the Backend. It knows no JSON, no HTTP
 """
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from prometheus_client.registry import Collector
 from loraplex.core.errors import InvalidRequestError, LoraplexError, UnsupportedFeatureError
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.frontends.kserve.active import ActiveRequests, StreamScope
+from loraplex.frontends.kserve.active import ActiveRequest, ActiveRequests, StreamScope
 from loraplex.frontends.kserve.inference import Inference, select
 from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import (
@@ -40,7 +41,7 @@ from loraplex.frontends.kserve.statistics import (
     StepCounts,
     first_response_buckets,
 )
-from loraplex.frontends.kserve.submission import Submission, raise_in_dialect
+from loraplex.frontends.kserve.submission import converted, generate, raise_in_dialect
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.frontends.kserve.token_metrics import TokenLabels
 from loraplex.serving.backend import Backend, admit_all
@@ -79,7 +80,6 @@ class TritonService:
         )
         self.memory = SharedMemory()
         self.management = Management(self.catalog, sends_traces=sends_traces)
-        self._submission = Submission(backend)
         self._active = ActiveRequests()
         self._labels: dict[str, tuple[TritonModel, ModelCounts, TokenLabels, StepCounts]] = {}
         """Where requests to a model of the catalog count, and for what."""
@@ -139,19 +139,18 @@ class TritonService:
                 model.kind, model.name, request.inputs, max_batch_size=model.max_batch_size
             )
             _check_num_responses(model, elements)
-            if elements and elements[0].flag("stop"):
+            if elements and elements[0].first("stop"):
                 recording.uncounted()
                 self._active.stop(principal.tenant, request.request_id, scope)
                 return _response(model, request, ())
             recording.read()
             if model.kind.name in COMPUTATIONS:
                 num_bytes = sum(tensor.num_bytes for tensor in request.inputs)
-                texts = self._submission.texts(model)
-                tensors = await compute(model, elements, texts, num_bytes)
+                tensors = await compute(model, elements, num_bytes)
                 response = _response(model, request, select(model, tensors, request.requested))
                 recording.succeeded(len(elements))
                 return response
-            if elements[0].flag("is_streamed") and not takes_stream:
+            if elements[0].first("is_streamed") and not takes_stream:
                 raise InvalidRequestError(
                     "Streaming is only supported over generate_stream and ModelStreamInfer; "
                     f"send '{model.kind.input_of('is_streamed')}' false to get one response",
@@ -203,15 +202,13 @@ class TritonService:
     ) -> Inference:
         """All elements of the batch or, if one is refused, none."""
         # Before any await: a stop request may follow at once.
-        active = self._active.begin(principal.tenant, request.request_id, scope)
+        active = ActiveRequest(self._active, (principal.tenant, request.request_id), scope)
         try:
-            generations = [self._submission.converted(model, request, i) for i in elements]
+            generations = [converted(self.backend, model, request, each) for each in elements]
             inline = {one.request.request_id: one.inline_adapter for one in generations}
             async with contextlib.AsyncExitStack() as stack:
                 streams = await admit_all(
-                    lambda one: self._submission.generate(
-                        model, one, inline[one.request_id], principal
-                    ),
+                    functools.partial(generate, self.backend, model, principal, inline),
                     [generation.request for generation in generations],
                     stack,
                 )
@@ -229,7 +226,7 @@ def _check_num_responses(model: TritonModel, elements: Sequence[Inputs]) -> None
     or more beams than its configuration allows. The first words are the original's.
     """
     is_unary = model.is_decoupled is False
-    if is_unary and any(inputs.flag("is_streamed") for inputs in elements):
+    if is_unary and any(inputs.first("is_streamed") for inputs in elements):
         field = model.kind.input_of("is_streamed")
         raise InvalidRequestError(
             "Streaming is only supported if model is deployed using decoupled mode. Send "
@@ -242,7 +239,7 @@ def _check_num_responses(model: TritonModel, elements: Sequence[Inputs]) -> None
             f"policy: send one element, or set decoupled in the config.pbtxt of '{model.name}'"
         )
     most = model.options.max_beam_width
-    if most is not None and any(inputs.integer("beam_width", 1) > most for inputs in elements):
+    if most is not None and any(inputs.first("beam_width", 1) > most for inputs in elements):
         raise InvalidRequestError(
             f"'beam_width' must be at most {most}, the max_beam_width of model '{model.name}'",
             param="beam_width",

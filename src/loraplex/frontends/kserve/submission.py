@@ -1,24 +1,23 @@
 """Conversion of one element of an inference request to the backend's outputs."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import NoReturn
 
 import msgspec
 
-from loraplex.core.adapter import AdapterChoice, AdapterKey
+from loraplex.core.adapter import AdapterChoice
 from loraplex.core.errors import (
     AdapterNotFoundError,
     InvalidParameterError,
     InvalidTensorError,
     LoraplexError,
     NotReadyError,
-    PromptTooLongError,
     UnsupportedFeatureError,
 )
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import Principal
-from loraplex.core.request import GenerateRequest
-from loraplex.frontends.field_names import named_as_sent
+from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.kserve.errors import (
     FailedResponse,
     in_tensorrt_words,
@@ -34,7 +33,6 @@ from loraplex.frontends.kserve.models.convert import (
 )
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.kinds import BLS, BackendDialect
-from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.triton_model import ModelOptions, TritonModel
 from loraplex.frontends.kserve.models.vllm import convert_vllm
 from loraplex.serving.backend import Backend
@@ -52,108 +50,80 @@ _WHOLE_REQUEST = "context_and_generation"
 """The request type that is not one half of disaggregated serving."""
 
 
-class Submission:
-    """Turns elements into requests of one Backend, and its refusals into clients' words."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._texts: dict[str, ModelTexts] = {}
-        """Texts by base model."""
-
-    def texts(self, model: TritonModel) -> ModelTexts:
-        name = model.card.name
-        texts = self._texts.get(name)
-        if texts is None:
-            texts = self._texts[name] = ModelTexts(self._backend, name)
-        return texts
-
-    def converted(
-        self, model: TritonModel, request: InferRequest, inputs: Inputs
-    ) -> TritonGeneration:
-        """Convert to a request for the backend. Raises RequestErrors and FailedResponse."""
-        parameters = request.parameters
-        sender = RequestHead(
-            request_id=self._backend.new_request_id(),
-            client_request_id=request.request_id,
-            timeout_seconds=_timeout_seconds(request) if parameters else None,
-            priority=_priority(request) if parameters else 0,
-        )
-        texts, options = self.texts(model), model.options
-        if model.kind.dialect is BackendDialect.VLLM:
-            self._check_health(model)
-            return convert_vllm(
-                inputs, model.card, sender, parameters, options=options, texts=texts
-            )
-        if model.kind.name == BLS.name:
-            _check_bls(inputs, options)
-        if parameters:
-            _check_request_type(request)
-        generation = convert(
-            inputs,
-            model.card,
-            sender,
-            adapters=parameters.get("adapters", ""),
-            options=options,
-            texts=texts,
-        )
-        if generation.request.logit_bytes == request.logit_bytes:
-            return generation
-        own = msgspec.structs.replace(generation.request, logit_bytes=request.logit_bytes)
-        return msgspec.structs.replace(generation, request=own)
-
-    def _check_health(self, model: TritonModel) -> None:
-        if model.options.checks_health and not self._backend.model_ready(model.card.name):
+def converted(
+    backend: Backend, model: TritonModel, request: InferRequest, inputs: Inputs
+) -> TritonGeneration:
+    """Convert to a request for the backend. Raises RequestErrors and FailedResponse."""
+    parameters = request.parameters
+    head = RequestHead(
+        request_id=backend.new_request_id(),
+        model=model.card.name,
+        client_request_id=request.request_id,
+        timeout_seconds=_timeout_seconds(request) if parameters else None,
+        priority=_priority(request) if parameters else 0,
+        logit_bytes=request.logit_bytes,
+    )
+    if model.kind.dialect is BackendDialect.VLLM:
+        if model.options.checks_health and not backend.model_ready(head.model):
             raise NotReadyError("Model is unavailable due to unhealthy vLLM engine")
+        return convert_vllm(inputs, model, head, parameters)
+    if model.kind.name == BLS.name:
+        _check_bls(inputs, model.options)
+    if parameters:
+        _check_request_type(request)
+    return convert(inputs, model, head, parameters)
 
-    async def generate(
-        self,
-        model: TritonModel,
-        request: GenerateRequest,
-        inline_adapter: InlineAdapter | None,
-        principal: Principal,
-    ) -> AsyncIterator[RequestOutput]:
-        """Admit a request. Raises as Backend.generate, in the words of the model's dialect."""
-        if inline_adapter is not None:
-            key = await self._add(inline_adapter, request.model, principal)
-            request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
-        try:
-            with named_as_sent({name: model.kind.input_of(name) for name in _NAMED}):
-                return await self._backend.generate(request, principal)
-        except (AdapterNotFoundError, PromptTooLongError) as error:
-            raise self._in_words(model, error, request, principal) from None
 
-    def _in_words(
-        self,
-        model: TritonModel,
-        error: LoraplexError,
-        request: GenerateRequest,
-        principal: Principal,
-    ) -> LoraplexError | FailedResponse:
-        if model.kind.dialect is BackendDialect.VLLM:
-            if not isinstance(error, AdapterNotFoundError):
-                return error
-            cards = self._backend.adapters(principal, model.card.name)
-            return unknown_lora(error, request, [card.name for card in cards])
+async def generate(
+    backend: Backend,
+    model: TritonModel,
+    principal: Principal,
+    inline: Mapping[RequestId, InlineAdapter | None],
+    request: GenerateRequest,
+) -> AsyncIterator[RequestOutput]:
+    """Admit a request. Raises as Backend.generate, in the words of the model's dialect.
 
-        def num_prompt_tokens() -> int:
-            prompt = request.prompt
-            adds = request.add_special_tokens
-            if isinstance(prompt, str):
-                prompt = tuple(self.texts(model).encode(prompt, add_special_tokens=adds))
-            return len(prompt)
-
-        longest = model.card.max_model_len - 1
-        return in_tensorrt_words(error, request, num_prompt_tokens, longest)
-
-    async def _add(self, adapter: InlineAdapter, model: str, principal: Principal) -> AdapterKey:
-        """Right before the request is admitted, so that no other adapter takes its key between."""
-        return await self._backend.adapter_admin.load_tensors(
+    inline: adapters that came with requests. One is added right before its request is admitted, so
+    that no other adapter takes its key between.
+    """
+    adapter = inline[request.request_id]
+    if adapter is not None:
+        key = await backend.adapter_admin.load_tensors(
             principal,
-            model=model,
+            model=request.model,
             task_id=adapter.task_id,
             weights=adapter.weights,
             config=adapter.config,
         )
+        request = msgspec.structs.replace(request, adapters=(AdapterChoice(key),))
+    try:
+        return await backend.generate(request, principal)
+    except LoraplexError as error:
+        named = as_sent(error, {name: model.kind.input_of(name) for name in _NAMED})
+        raise _in_words(backend, model, named, request, principal) from None
+
+
+def _in_words(
+    backend: Backend,
+    model: TritonModel,
+    error: LoraplexError,
+    request: GenerateRequest,
+    principal: Principal,
+) -> LoraplexError | FailedResponse:
+    if model.kind.dialect is BackendDialect.VLLM:
+        if not isinstance(error, AdapterNotFoundError):
+            return error
+        cards = backend.adapters(principal, model.card.name)
+        return unknown_lora(error, request, [card.name for card in cards])
+
+    def num_prompt_tokens() -> int:
+        prompt = request.prompt
+        adds = request.add_special_tokens
+        if isinstance(prompt, str):
+            prompt = tuple(model.texts.encode(prompt, add_special_tokens=adds))
+        return len(prompt)
+
+    return in_tensorrt_words(error, request, num_prompt_tokens, model.card.max_model_len - 1)
 
 
 def _check_bls(inputs: Inputs, options: ModelOptions) -> None:
@@ -162,12 +132,12 @@ def _check_bls(inputs: Inputs, options: ModelOptions) -> None:
         raise InvalidTensorError(
             "text_input is required: it must hold at least one character", param="text_input"
         )
-    max_tokens = inputs.integer("max_tokens", 0)
+    max_tokens = inputs.first("max_tokens", 0)
     if max_tokens <= 0:
         raise InvalidTensorError(
             f"max_tokens must be a single value > 0, got {max_tokens}", param="max_tokens"
         )
-    if inputs.integer("num_draft_tokens", 0) > 0 and not options.has_draft_model:
+    if inputs.first("num_draft_tokens", 0) > 0 and not options.has_draft_model:
         raise InvalidTensorError(
             "cannot perform speculative decoding without draft model: leave num_draft_tokens out, "
             "or set tensorrt_llm_draft_model_name in the config.pbtxt",

@@ -74,8 +74,8 @@ def test_the_steps_of_the_ensemble_connect():
     kinds = {kind.name: kind for kind in KINDS.values()}
     for step in config.ensemble_scheduling.step:
         kind = kinds[step.model_name]
-        assert {name for name in step.input_map if kind.input(name) is None} == set()
-        assert {name for name in step.output_map if kind.output(name) is None} == set()
+        assert {name for name in step.input_map if name not in kind.inputs_by_name} == set()
+        assert {name for name in step.output_map if name not in kind.outputs_by_name} == set()
         assert set(step.input_map.values()) <= known
         known |= set(step.output_map.values())
     assert outputs <= known

@@ -15,7 +15,7 @@ from loraplex.frontends.kserve.models.inputs import read_inputs
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
 from loraplex.frontends.kserve.models.sampling import split_words
 from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.triton_model import ModelOptions
+from loraplex.frontends.kserve.models.triton_model import ModelOptions, TritonModel
 from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 from support.echo_service import EchoService, echo_card
 from support.naming import naming, refused
@@ -26,20 +26,22 @@ EOS = 257
 def tensors(kind, values):
     made = []
     for name, value in values.items():
-        row = kind.input(name)
+        row = kind.inputs_by_name[name]
         flat = value if isinstance(value, list) else [value]
         shape = [1, len(flat)] if row.dims in ((1,), (-1,)) else [1, 2, len(flat) // 2]
         made.append(from_values(name, row.datatype, shape, flat))
     return made
 
 
-TEXTS = ModelTexts(EchoService(), "echo")
-
-
 def converted(kind, values, options=ModelOptions(), **sent):  # noqa: B008 - it is frozen
-    inputs = read_inputs(kind, kind.name, tensors(kind, values), max_batch_size=1)[0]
-    sender = RequestHead(request_id=7, **sent)
-    return convert(inputs, echo_card("echo"), sender, options=options, texts=TEXTS)
+    return of_tensors(kind, tensors(kind, values), options, **sent)
+
+
+def of_tensors(kind, given, options=ModelOptions(), **sent):  # noqa: B008 - it is frozen
+    texts = ModelTexts(EchoService(), "echo")
+    model = TritonModel(kind.name, kind, echo_card("echo"), texts, 1, options=options)
+    inputs = read_inputs(kind, kind.name, given, max_batch_size=1)[0]
+    return convert(inputs, model, RequestHead(request_id=7, model="echo", **sent), {})
 
 
 def text(**values):
@@ -154,8 +156,7 @@ def inline(datatype="FP32", **values):
     }
     given = [t for t in (made | values).values() if t is not None]
     given += tensors(ENSEMBLE, {"text_input": "hi", "max_tokens": 5})
-    inputs = read_inputs(ENSEMBLE, "ensemble", given, max_batch_size=1)[0]
-    return convert(inputs, echo_card("echo"), RequestHead(request_id=7), texts=TEXTS)
+    return of_tensors(ENSEMBLE, given)
 
 
 def task(task_id):
@@ -194,7 +195,7 @@ def test_an_adapter_in_the_request_and_its_task_id(task_id):
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("task_id", [None, task(1)])
 def test_half_an_adapter(missing, empty, task_id):
-    datatype = ENSEMBLE.input(missing).datatype
+    datatype = ENSEMBLE.inputs_by_name[missing].datatype
     half = Tensor.of(missing, datatype, np.zeros((1, 0, 3), DATATYPES[datatype].wire_dtype))
     with pytest.raises(InvalidTensorError) as raised:
         inline(**{missing: half if empty else None, "lora_task_id": task_id})
@@ -306,9 +307,8 @@ def test_ids_of_the_client():
 def test_bytes_that_are_no_text():
     bad = Tensor.of("text_input", "BYTES", np.array([[b"\xff"]], dtype=object))
     limit = from_values("max_tokens", "INT32", [1, 1], [5])
-    inputs = read_inputs(ENSEMBLE, "ensemble", [bad, limit], max_batch_size=1)[0]
     with refused(InvalidTensorError, "text_input", "UTF-8", 0, param="text_input"):
-        convert(inputs, echo_card("echo"), RequestHead(request_id=1), texts=TEXTS)
+        of_tensors(ENSEMBLE, [bad, limit])
 
 
 def test_bad_words():

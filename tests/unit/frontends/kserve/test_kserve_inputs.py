@@ -66,7 +66,7 @@ def test_every_input_has_an_effect_or_is_refused_by_name(kind):
             with refused(UnsupportedFeatureError, repr(row.name), param=row.name):
                 read(*tensors, kind=kind)
         elif row.support is Support.WORKS:
-            assert row.field in read(*tensors, kind=kind)[0].fields
+            assert row.field in read(*tensors, kind=kind)[0].tensors
 
 
 def test_what_may_be_ignored_is_a_short_list():
@@ -107,15 +107,15 @@ def test_a_batch_is_split():
     texts = tensor("text_input", "BYTES", [2, 1], "a", "b")
     words = tensor("stop_words", "BYTES", [2, 2], "1", "2", "3", "4")
     first, second = read(texts, tensor("max_tokens", "INT32", [2, 1], 5, 6), words)
-    assert (first.texts("text_input"), first.integer("max_tokens", 0)) == (("a",), 5)
-    assert (second.texts("stop_words"), second.integer("max_tokens", 0)) == (("3", "4"), 6)
+    assert (first.texts("text_input"), first.first("max_tokens", 0)) == (("a",), 5)
+    assert (second.texts("stop_words"), second.first("max_tokens", 0)) == (("3", "4"), 6)
 
 
 def test_an_empty_tensor_is_as_none():
     inputs = read(TEXT, LIMIT, tensor("stop_words", "BYTES", [1, 0]))[0]
     assert inputs.texts("stop_words") == ()
     assert inputs.array("stop_words") is None
-    assert inputs.number("temperature", 0.5) == 0.5
+    assert inputs.first("temperature", 0.5) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_is_wrong_is_named(tensors, named):
 
 def test_a_stop_request_needs_nothing_else():
     stop = tensor("stop", "BOOL", [1, 1], True)
-    assert read(stop, kind=TENSORRT_LLM)[0].flag("stop")
+    assert read(stop, kind=TENSORRT_LLM)[0].first("stop")
     # Triton's text.
     with pytest.raises(InvalidTensorError, match="missing required"):
         read(tensor("stop", "BOOL", [1, 1], False), kind=TENSORRT_LLM)
@@ -158,7 +158,7 @@ def test_a_stop_request_needs_nothing_else():
 
 @KINDS
 def test_both_models_take_an_adapter_alike(kind):
-    weights, config = kind.input("lora_weights"), kind.input("lora_config")
+    weights, config = kind.inputs_by_name["lora_weights"], kind.inputs_by_name["lora_config"]
     assert (weights.datatype, weights.dims) == ("FP16", (-1, -1)), "as old templates declare it"
     assert (config.datatype, config.dims) == ("INT32", (-1, 3))
     assert weights.is_ragged

@@ -131,5 +131,5 @@ def test_no_name_is_there_twice(name):
 def test_old_names_are_understood_everywhere_and_shown_nowhere():
     for kind in (ENSEMBLE, BLS, TENSORRT_LLM):
         for old, field in (("min_length", "min_tokens"), ("random_seed", "seed")):
-            row = kind.input(old)
+            row = kind.inputs_by_name[old]
             assert (row.field, row.is_declared) == (field, False)

@@ -57,7 +57,7 @@ def _read(
     tensors: list[Tensor] = []
     parameters: dict[str, Parameter] = {}
     for key, value in members.items():
-        row = model.kind.input(key)
+        row = model.kind.inputs_by_name.get(key)
         if row is not None:
             batch = (-1,) if model.max_batch_size else ()
             tensors.append(_tensor(row, value, (*batch, *row.dims), prefix))

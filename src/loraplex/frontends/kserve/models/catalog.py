@@ -7,7 +7,7 @@ is one version of each.
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidRequestError, LoraplexError, ModelNotFoundError, cut
@@ -24,6 +24,7 @@ from loraplex.frontends.kserve.models.kinds import (
     BackendDialect,
 )
 from loraplex.frontends.kserve.models.model_control import ModelControl
+from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, TritonModel
 from loraplex.frontends.kserve.wire_types import ServerMetadata
 from loraplex.serving.backend import Backend, ModelCard
@@ -86,6 +87,7 @@ class Catalog:
         """Loads run one after the other."""
         self._made_from: tuple[Sequence[ModelCard], int] | None = None
         self._models: Mapping[str, TritonModel] = {}
+        self._loaded: Collection[str] = ()
         self._token_models: Mapping[str, TritonModel] = {}
         self._steps: Mapping[str, Mapping[str, str]] = {}
         """See `steps`; by the name of the ensemble or the BLS."""
@@ -134,15 +136,15 @@ class Catalog:
         for each in changed:
             if each.base_model in cards:
                 workers = _workers(each, changed)
-                models.append(
-                    TritonModel.declared(_composed(each, workers), cards[each.base_model])
-                )
+                card, texts = cards[each.base_model], ModelTexts(self._backend, each.base_model)
+                models.append(TritonModel.declared(_composed(each, workers), card, texts))
                 steps[each.name] = {
                     step: workers[step].name
                     for step in STEPS_OF_ENSEMBLE
                     if step in workers and self._control.is_loaded(workers[step].name)
                 }
         self._steps = steps
+        self._loaded = {each.name for each in changed if self._control.is_loaded(each.name)}
         self._models = {model.name: model for model in models}
         self._token_models = {
             model.card.name: model
@@ -236,7 +238,7 @@ class Catalog:
                 f"Request for unknown model: '{cut(name)}' is not found; the models are: {served}",
                 param="model",
             )
-        if not self._control.is_loaded(name):
+        if name not in self._loaded:
             raise ModelNotFoundError(
                 f"Request for unknown model: '{cut(name)}' has no available versions", param="model"
             )

@@ -30,62 +30,55 @@ _PADDING = -1
 _INLINE_BYTES = 1 << 14
 """Size of an input that is computed inline: about a millisecond, too short for a thread."""
 
-Computation = Callable[[TritonModel, Sequence[Inputs], ModelTexts], list[Tensor]]
+Computation = Callable[[TritonModel, Sequence[Inputs]], list[Tensor]]
 
 
-async def compute(
-    model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts, num_bytes: int
-) -> list[Tensor]:
+async def compute(model: TritonModel, elements: Sequence[Inputs], num_bytes: int) -> list[Tensor]:
     """The outputs of a batch; num_bytes is the size of its inputs."""
     computation = COMPUTATIONS[model.kind.name]
     if num_bytes <= _INLINE_BYTES:
-        return computation(model, elements, texts)
-    return await asyncio.to_thread(computation, model, elements, texts)
+        return computation(model, elements)
+    return await asyncio.to_thread(computation, model, elements)
 
 
 # ---------------------------------------------------------------- preprocessing
 
 
-def preprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts) -> list[Tensor]:
+def preprocess(model: TritonModel, elements: Sequence[Inputs]) -> list[Tensor]:
     """The outputs of a batch. Raises InvalidTensorError, and as the tokenizer does.
 
     INPUT_ID is padded on the right, with the pad id, to the longest of the batch.
     """
     adds = model.options.adds_special_tokens
     prompts = [
-        texts.encode("".join(inputs.texts("QUERY")), add_special_tokens=adds) for inputs in elements
+        model.texts.encode("".join(inputs.texts("QUERY")), add_special_tokens=adds)
+        for inputs in elements
     ]
-    end_ids = [_token_id(inputs, "END_ID", model.card.eos_token_id) for inputs in elements]
-    pad_ids = [_token_id(inputs, "PAD_ID", _pad_token_id(model)) for inputs in elements]
-    limits = [inputs.integer("REQUEST_OUTPUT_LEN", 0) for inputs in elements]
+    card = model.card
+    end_id = NO_TOKEN if card.eos_token_id is None else card.eos_token_id
+    # The end token pads where the tokenizer has no other for it.
+    pad_id = end_id if card.pad_token_id is None else card.pad_token_id
+    end_ids = [inputs.first("END_ID", end_id) for inputs in elements]
+    pad_ids = [inputs.first("PAD_ID", pad_id) for inputs in elements]
+    limits = [inputs.first("REQUEST_OUTPUT_LEN", 0) for inputs in elements]
     longest = max(map(len, prompts))
     padded = [
-        prompt + [max(pad_id, 0)] * (longest - len(prompt))
-        for prompt, pad_id in zip(prompts, pad_ids, strict=True)
+        prompt + [max(own, 0)] * (longest - len(prompt))
+        for prompt, own in zip(prompts, pad_ids, strict=True)
     ]
     return [
         numbers("INPUT_ID", "INT32", padded),
         _column("REQUEST_INPUT_LEN", [len(prompt) for prompt in prompts]),
         _column("DECODER_INPUT_ID", pad_ids),
         _column("REQUEST_DECODER_INPUT_LEN", [1] * len(elements)),
-        _word_list("BAD_WORDS_DICT", "BAD_WORDS_IDS", elements, texts),
-        _word_list("STOP_WORDS_DICT", "STOP_WORDS_IDS", elements, texts),
-        _embedding_bias(model, elements, texts),
+        _word_list("BAD_WORDS_DICT", "BAD_WORDS_IDS", elements, model.texts),
+        _word_list("STOP_WORDS_DICT", "STOP_WORDS_IDS", elements, model.texts),
+        _embedding_bias(model, elements),
         _column("REQUEST_OUTPUT_LEN", limits, model.output_datatype("REQUEST_OUTPUT_LEN")),
         _column("OUT_END_ID", end_ids),
         _column("OUT_PAD_ID", pad_ids),
         *_extra_ids(elements),
     ]
-
-
-def _token_id(inputs: Inputs, field: str, default: int | None) -> int:
-    return inputs.integer(field, NO_TOKEN if default is None else default)
-
-
-def _pad_token_id(model: TritonModel) -> int | None:
-    """The end token pads where the tokenizer has no other for it."""
-    card = model.card
-    return card.eos_token_id if card.pad_token_id is None else card.pad_token_id
 
 
 def _column(name: str, values: Sequence[int], datatype: str = "INT32") -> Tensor:
@@ -126,13 +119,13 @@ def _word_list(field: str, name: str, elements: Sequence[Inputs], texts: ModelTe
     return numbers(name, "INT32", padded)
 
 
-def _embedding_bias(model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts) -> Tensor:
+def _embedding_bias(model: TritonModel, elements: Sequence[Inputs]) -> Tensor:
     """[batch, vocabulary] of the model, or [batch, 0] without words."""
     has_words = any(inputs.texts("embedding_bias_words") for inputs in elements)
     width = model.card.vocab_size if has_words else 0
     biases = np.zeros((len(elements), width), np.float32)
     for row, inputs in zip(biases, elements, strict=True):
-        for token_id, bias in word_biases(inputs, texts.encode):
+        for token_id, bias in word_biases(inputs, model.texts.encode):
             row[token_id] = bias
     return Tensor.of("EMBEDDING_BIAS", "FP32", biases)
 
@@ -140,14 +133,14 @@ def _embedding_bias(model: TritonModel, elements: Sequence[Inputs], texts: Model
 # ---------------------------------------------------------------- postprocessing
 
 
-def postprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelTexts) -> list[Tensor]:
+def postprocess(model: TritonModel, elements: Sequence[Inputs]) -> list[Tensor]:
     """The outputs of a batch. Raises InvalidTensorError and TokenOutOfVocabularyError.
 
     OUTPUT is flat: the sequences of the first element, then those of the next.
     """
     skips = model.options.skips_special_tokens
     completions = [
-        texts.decode(token_ids, skip_special_tokens=skips)
+        model.texts.decode(token_ids, skip_special_tokens=skips)
         for inputs in elements
         for token_ids in _sequences(inputs, model.card.vocab_size)
     ]
@@ -157,7 +150,7 @@ def postprocess(model: TritonModel, elements: Sequence[Inputs], texts: ModelText
 def _sequences(inputs: Inputs, vocab_size: int) -> Iterator[list[int]]:
     """Each row of TOKENS_BATCH, up to its length: what follows is padding."""
     rows, lengths = inputs.array("TOKENS_BATCH"), inputs.array(LENGTHS)
-    if rows is not None and LENGTHS not in inputs.fields:
+    if rows is not None and LENGTHS not in inputs.tensors:
         lengths = rows.shape[1] - (rows[:, ::-1] != _PADDING).argmax(axis=1)
     num_rows = 0 if rows is None else len(rows)
     num_lengths = 0 if lengths is None else len(lengths)
@@ -189,8 +182,8 @@ def _sequences(inputs: Inputs, vocab_size: int) -> Iterator[list[int]]:
 def _passed_through(elements: Sequence[Inputs]) -> list[Tensor]:
     tensors = []
     for name in _PASSED_THROUGH:
-        if name in elements[0].fields:
-            arrays = [inputs.sent(name).array for inputs in elements]
+        if name in elements[0].tensors:
+            arrays = [inputs.own(name).array for inputs in elements]
             tensors.append(Tensor.of(f"OUT_{name}", "FP32", np.stack(arrays)))
     return tensors
 

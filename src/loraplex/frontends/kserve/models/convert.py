@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -10,19 +10,16 @@ import msgspec
 from loraplex.adapters.staging import RequestTensor
 from loraplex.core.adapter import AdapterChoice, ByTaskId
 from loraplex.core.errors import InvalidParameterError, InvalidTensorError
-from loraplex.core.request import REPEATED_BYTES, GenerateRequest, RequestId
+from loraplex.core.request import BINARY_LOGIT_BYTES, REPEATED_BYTES, GenerateRequest, RequestId
 from loraplex.core.retention import DEFAULT_PRIORITY, KVRetention, TokenRangeRetention
 from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import read_choices
 from loraplex.frontends.kserve.messages import Parameter
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.sampling import sampling_params
-from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.triton_model import ModelOptions
+from loraplex.frontends.kserve.models.triton_model import ModelOptions, TritonModel
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.serving.backend import ModelCard
-
-_DEFAULT_OPTIONS = ModelOptions()
 
 NO_END_ID = -1
 NO_LIMIT = -1
@@ -30,13 +27,14 @@ NO_LIMIT = -1
 
 
 class RequestHead(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Everything of a request except its tensors."""
+    """Fields of a GenerateRequest that do not depend on tensors."""
 
     request_id: RequestId
+    model: str
     client_request_id: str = ""
     timeout_seconds: float | None = None
     priority: int = 0
-    """Lower is sooner."""
+    logit_bytes: int = BINARY_LOGIT_BYTES
 
 
 class InlineAdapter(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -85,37 +83,33 @@ class TritonGeneration(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 def convert(
     inputs: Inputs,
-    card: ModelCard,
-    sender: RequestHead,
-    *,
-    adapters: Parameter = "",
-    options: ModelOptions = _DEFAULT_OPTIONS,
-    texts: ModelTexts,
+    model: TritonModel,
+    head: RequestHead,
+    parameters: Mapping[str, Parameter],
 ) -> TritonGeneration:
     """Raises InvalidTensorError, InvalidParameterError and what the tokenizer raises.
 
-    adapters: the request's parameter of this name, a JSON text (see frontends.adapter_choices).
+    The parameter `adapters` is a JSON text (see frontends.adapter_choices).
     """
+    card, options, texts = model.card, model.options, model.texts
     end_id = _end_id(inputs, card, ends_by_default=options.ends_by_default)
     sampling = sampling_params(
         *(inputs, card, end_id, texts.encode),
         skip_special_tokens=options.skips_special_tokens,
     )
-    inline_adapter, choices = _adapters(inputs, adapters)
-    sent = inputs.fields
-    wishes: dict[str, Any] = {field: inputs.flag(field) for field in sent if field in _WISHES}
+    inline_adapter, choices = _adapters(inputs, parameters.get("adapters", ""))
+    sent = inputs.tensors
+    wishes: dict[str, Any] = {
+        field: inputs.first(field, default=False) for field in sent if field in _WISHES
+    }
     wishes.setdefault("excludes_input", options.excludes_input)
     repeats_prompt = not (wishes["excludes_input"] or wishes.get("is_streamed"))
     request = GenerateRequest(
-        request_id=sender.request_id,
-        model=card.name,
+        **msgspec.structs.asdict(head),
         prompt=_prompt(inputs, card, options),
         task=Generate(sampling),
         adapters=choices,
-        client_request_id=sender.client_request_id,
         add_special_tokens=options.adds_special_tokens,
-        timeout_seconds=sender.timeout_seconds,
-        priority=sender.priority,
         retention=None if _RETENTION.isdisjoint(sent) else _retention(inputs),
         repeated_bytes=REPEATED_BYTES * repeats_prompt,
     )
@@ -175,7 +169,7 @@ def _adapters(
     TensorRT-LLM's error text has lora_keys, the old name of lora_config.
     """
     choices = read_adapters(parameter) if parameter != "" else ()
-    if _ADAPTER.isdisjoint(inputs.fields):
+    if _ADAPTER.isdisjoint(inputs.tensors):
         return None, choices
     weights, config = inputs.tensor("lora_weights"), inputs.tensor("lora_config")
     task_id = inputs.first("lora_task_id")
@@ -193,11 +187,10 @@ def _adapters(
             "of them into 'adapters'",
             param="adapters",
         )
-    key = None if task_id is None else int(task_id)
     if weights is not None and config is not None:
         tensors = _request_tensor(weights), _request_tensor(config)
-        return InlineAdapter(task_id=key, weights=tensors[0], config=tensors[1]), choices
-    return None, choices if key is None else (AdapterChoice(ByTaskId(key)),)
+        return InlineAdapter(task_id=task_id, weights=tensors[0], config=tensors[1]), choices
+    return None, choices if task_id is None else (AdapterChoice(ByTaskId(task_id)),)
 
 
 def read_adapters(parameter: Parameter) -> tuple[AdapterChoice, ...]:
@@ -245,7 +238,7 @@ def _prompt_ids(inputs: Inputs) -> tuple[int, ...]:
         raise InvalidTensorError(
             "input 'input_ids' is empty; it must hold at least one token id", param="input_ids"
         )
-    length = inputs.integer("input_lengths", array.size)
+    length = inputs.first("input_lengths", array.size)
     if length < 1:
         raise InvalidTensorError(
             f"input 'input_lengths' is {length}; it must be at least 1", param="input_lengths"
@@ -280,8 +273,8 @@ def _retention(inputs: Inputs) -> KVRetention:
     )
     return KVRetention(
         ranges,
-        decode_priority=inputs.integer("retention_decode_priority", DEFAULT_PRIORITY),
-        decode_duration_ms=_duration(inputs.integer("retention_decode_duration_ms", NO_LIMIT)),
+        decode_priority=inputs.first("retention_decode_priority", DEFAULT_PRIORITY),
+        decode_duration_ms=_duration(inputs.first("retention_decode_duration_ms", NO_LIMIT)),
     )
 
 
@@ -313,5 +306,5 @@ def _end_id(inputs: Inputs, card: ModelCard, *, ends_by_default: bool) -> int | 
     """
     has_default = inputs.kind.ends_by_default and ends_by_default
     default = card.eos_token_id if has_default else None
-    end_id = inputs.integer("end_id", NO_END_ID if default is None else default)
+    end_id: int = inputs.first("end_id", NO_END_ID if default is None else default)
     return end_id if 0 <= end_id < card.vocab_size else None

@@ -21,63 +21,46 @@ from loraplex.frontends.kserve.models.kinds import (
 from loraplex.frontends.kserve.tensors import Array, Tensor, to_texts
 
 
-class Inputs:
+class Inputs(msgspec.Struct, frozen=True, eq=False):
     """The used inputs of one element of a batch, by field."""
 
-    def __init__(
-        self, kind: ModelKind, tensors: Mapping[str, Tensor], index: int, batch_size: int
-    ) -> None:
-        """tensors: of the whole batch, which stands in front; index: of the element."""
-        self.kind = kind
-        self.fields = tensors.keys()
-        """The fields that were sent."""
-        self._tensors = tensors
-        self._index = index
-        self._batch_size = batch_size
+    kind: ModelKind
+    tensors: Mapping[str, Tensor]
+    """Those that were sent, of the whole batch, which stands in front."""
+    index: int
+    """Index of the element."""
+    batch_size: int
+
+    def own(self, field: str) -> Tensor:
+        """Part of a tensor that was sent that belongs to this element; it may be empty."""
+        tensor = self.tensors[field]
+        size = math.prod(tensor.shape[1:])
+        return tensor.rows(self.index * size, (self.index + 1) * size)
 
     def tensor(self, field: str) -> Tensor | None:
         """The tensor without its batch dimension; None if it was not sent or is empty."""
-        tensor = self._tensors.get(field)
-        return self._own(tensor) if tensor is not None and 0 not in tensor.shape else None
-
-    def sent(self, field: str) -> Tensor:
-        """Tensor of a field that was sent; it may be empty."""
-        return self._own(self._tensors[field])
+        tensor = self.tensors.get(field)
+        return self.own(field) if tensor is not None and 0 not in tensor.shape else None
 
     def array(self, field: str) -> Array | None:
         """Array of tensor(), without its name and type."""
         tensor = self.tensor(field)
         return None if tensor is None else tensor.array
 
-    def first(self, field: str) -> Any:
-        """The first value of a tensor; None if it was not sent or is empty."""
-        tensor = self._tensors.get(field)
+    def first(self, field: str, default: Any = None) -> Any:
+        """The first value of a tensor, as its data type has it; the default if it was not sent or
+        is empty."""
+        tensor = self.tensors.get(field)
         if tensor is None or 0 in tensor.shape:
-            return None
-        return tensor.element(self._index and self._index * math.prod(tensor.shape[1:]))
-
-    def integer(self, field: str, default: int) -> int:
-        value = self.first(field) if field in self._tensors else None
-        return default if value is None else int(value)
-
-    def number(self, field: str, default: float) -> float:
-        value = self.first(field)
-        return default if value is None else float(value)
-
-    def flag(self, field: str) -> bool:
-        return field in self._tensors and bool(self.first(field))
+            return default
+        return tensor.element(self.index and self.index * math.prod(tensor.shape[1:]))
 
     def texts(self, field: str) -> tuple[str, ...]:
-        tensor = self._tensors.get(field)
+        tensor = self.tensors.get(field)
         if tensor is None:
             return ()
-        strings = tensor.strings if self._batch_size == 1 else self._own(tensor).strings
+        strings = tensor.strings if self.batch_size == 1 else self.own(field).strings
         return tuple(to_texts(tensor.name, strings))
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        """Part of a batch's tensor that belongs to this element."""
-        size = math.prod(tensor.shape[1:])
-        return tensor.rows(self._index * size, (self._index + 1) * size)
 
 
 def read_inputs(
@@ -98,7 +81,7 @@ def read_inputs(
     batch_size = _batch_size(model, sent, max_batch_size)
     elements = [Inputs(kind, used, index, batch_size) for index in range(batch_size)]
     missing = [name for name in kind.required_inputs if name not in sent]
-    if missing and not (elements and elements[0].flag("stop")):
+    if missing and not (elements and elements[0].first("stop")):
         raise _missing(kind, model, sent, missing)
     return elements
 
@@ -114,7 +97,7 @@ def _sent(
     for tensor in tensors:
         if tensor.name in IGNORED_INPUTS:
             continue
-        row = kind.input(tensor.name)
+        row = kind.inputs_by_name.get(tensor.name)
         if row is None:
             raise _unexpected("input", tensor.name, [r.name for r in kind.declared_inputs], model)
         if tensor.name in sent:
@@ -131,7 +114,7 @@ def _sent(
 def check_requested(kind: ModelKind, model: str, requested: Sequence[str]) -> None:
     """Raise InvalidTensorError for the first requested output that the model does not have."""
     for name in requested:
-        if kind.output(name) is None:
+        if name not in kind.outputs_by_name:
             raise _unexpected("output", name, [row.name for row in kind.outputs], model)
 
 

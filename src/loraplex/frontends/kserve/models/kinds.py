@@ -109,16 +109,9 @@ class ModelKind:
     output_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names of an ensemble's outputs, by those of its step; empty: the outputs have their own."""
 
-    def input(self, name: str) -> InputSpec | None:
-        """The row of an input, older names included."""
-        return self._inputs_by_name.get(name)
-
     def input_of(self, field: str) -> str:
         """The name that this kind has for a field."""
         return self._names_by_field.get(field, field)
-
-    def output(self, name: str) -> OutputSpec | None:
-        return self._outputs_by_name.get(name)
 
     @functools.cached_property
     def declared_inputs(self) -> tuple[InputSpec, ...]:
@@ -132,10 +125,11 @@ class ModelKind:
     def required_inputs(self) -> tuple[str, ...]:
         """Names of what every request must send, input_ids among them though none declares it."""
         required = tuple(row.name for row in self.inputs if row.required)
-        return required if self.input("input_ids") is None else ("input_ids", *required)
+        return required if "input_ids" not in self.inputs_by_name else ("input_ids", *required)
 
     @functools.cached_property
-    def _inputs_by_name(self) -> Mapping[str, InputSpec]:
+    def inputs_by_name(self) -> Mapping[str, InputSpec]:
+        """Rows of inputs, older names included."""
         return {row.name: row for row in self.inputs}
 
     @functools.cached_property
@@ -144,7 +138,7 @@ class ModelKind:
         return {row.field: row.name for row in reversed(self.inputs) if row.field}
 
     @functools.cached_property
-    def _outputs_by_name(self) -> Mapping[str, OutputSpec]:
+    def outputs_by_name(self) -> Mapping[str, OutputSpec]:
         return {row.name: row for row in self.outputs}
 
 

@@ -104,7 +104,7 @@ def without_batch(kind: ModelKind, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of one element as a model has them that knows no batches."""
     unbatched = []
     for tensor in tensors:
-        row = kind.output(tensor.name)
+        row = kind.outputs_by_name.get(tensor.name)
         has_batch = row is not None and len(tensor.shape) > len(row.dims)
         unbatched.append(tensor.rows(0, math.prod(tensor.shape[1:])) if has_batch else tensor)
     return unbatched

@@ -176,22 +176,18 @@ def _one(inputs: Inputs, field: str) -> str:
 _NO_RESET_ID = -1
 _LOOKAHEAD = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 
-_SCALARS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
-    "max_tokens": ("max_tokens", int),
-    "min_tokens": ("min_tokens", int),
-    "temperature": ("temperature", float),
-    "top_p_decay": ("top_p_decay", float),
-    "top_p_min": ("top_p_min", float),
-    "repetition_penalty": ("repetition_penalty", float),
-    "presence_penalty": ("presence_penalty", float),
-    "frequency_penalty": ("frequency_penalty", float),
-    "no_repeat_ngram_size": ("no_repeat_ngram_size", int),
-    "seed": ("seed", int),
-    "n": ("n", int),
-    "return_generation_logits": ("return_logits", bool),
-    "return_context_logits": ("return_prompt_logits", bool),
+_SCALARS: Final[Mapping[str, str]] = {
+    name: name
+    for name in (
+        *("max_tokens", "min_tokens", "temperature", "top_p_decay", "top_p_min"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size"),
+        *("seed", "n"),
+    )
+} | {
+    "return_generation_logits": "return_logits",
+    "return_context_logits": "return_prompt_logits",
 }
-"""Fields whose one value is a sampling parameter as it is: its name and type there."""
+"""Fields whose one value is a sampling parameter as it is: its name there."""
 
 _FIELDS = {
     "stop": "stop_words",
@@ -214,11 +210,10 @@ def sampling_params(
     """Only what was sent is read. Raises InvalidTensorError and InvalidParameterError."""
     values: dict[str, Any] = {"max_tokens": 0}
     groups: dict[_Group, None] = {}
-    for field in inputs.fields:
-        if (scalar := _SCALARS.get(field)) is not None:
-            name, kind = scalar
+    for field in inputs.tensors:
+        if (name := _SCALARS.get(field)) is not None:
             if (value := inputs.first(field)) is not None:
-                values[name] = kind(value)
+                values[name] = value
         elif (group := _GROUPS.get(field)) is not None:
             groups[group] = None
     for group in groups:
@@ -256,8 +251,8 @@ class _Fields(NamedTuple):
 def _choice(fields: _Fields) -> dict[str, Any]:
     """Greedy unless top_k or top_p is given."""
     inputs = fields.inputs
-    top_k, top_p = inputs.integer("top_k", 0), inputs.number("top_p", 0.0)
-    reset_id = inputs.integer("top_p_reset_id", _NO_RESET_ID)
+    top_k, top_p = inputs.first("top_k", 0), inputs.first("top_p", 0.0)
+    reset_id = inputs.first("top_p_reset_id", _NO_RESET_ID)
     return {
         "top_k": 1 if top_k == 0 and top_p <= 0.0 else top_k,
         "top_p": 1.0 if top_p <= 0.0 else top_p,
@@ -266,7 +261,7 @@ def _choice(fields: _Fields) -> dict[str, Any]:
 
 
 def _log_probs(fields: _Fields) -> dict[str, Any]:
-    return {"logprobs": 0 if fields.inputs.flag("returns_log_probs") else None}
+    return {"logprobs": 0 if fields.inputs.first("returns_log_probs") else None}
 
 
 def _words(fields: _Fields) -> dict[str, Any]:
@@ -287,17 +282,17 @@ def _grammar(fields: _Fields) -> dict[str, Any]:
 def _beam(fields: _Fields) -> dict[str, Any]:
     """All beams are returned unless num_return_sequences limits them."""
     inputs = fields.inputs
-    width = inputs.integer("beam_width", 1)
+    width = inputs.first("beam_width", 1)
     if width == 1:
         return {}
-    stops_early = inputs.flag("early_stopping") if "early_stopping" in inputs.fields else True
+    stops_early = inputs.first("early_stopping", default="early_stopping" not in inputs.tensors)
     beam = BeamSearch(
         width=width,
-        length_penalty=inputs.number("length_penalty", 0.0),
-        diversity_rate=inputs.number("beam_search_diversity_rate", 0.0),
+        length_penalty=inputs.first("length_penalty", 0.0),
+        diversity_rate=inputs.first("beam_search_diversity_rate", 0.0),
         early_stopping=EarlyStopping.AT_ONCE if stops_early else EarlyStopping.WHEN_UNLIKELY,
     )
-    return {"n": inputs.integer("n", max(width, 1)), "beam": beam}
+    return {"n": inputs.first("n", max(width, 1)), "beam": beam}
 
 
 def _draft_tokens(fields: _Fields) -> dict[str, Any]:
@@ -317,11 +312,11 @@ def _draft_tokens(fields: _Fields) -> dict[str, Any]:
             param=missing,
         )
     for name in _LOOKAHEAD:
-        if inputs.integer(name, 0) < 1:
+        if inputs.first(name, 0) < 1:
             raise InvalidTensorError(
-                f"input '{name}' is {inputs.integer(name, 0)}; it must be at least 1", param=name
+                f"input '{name}' is {inputs.first(name, 0)}; it must be at least 1", param=name
             )
-    return {"num_draft_tokens": inputs.integer("lookahead_ngram_size", 1) - 1}
+    return {"num_draft_tokens": inputs.first("lookahead_ngram_size", 1) - 1}
 
 
 _Group = Callable[[_Fields], dict[str, Any]]

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraplex.frontends.kserve.models.kinds import InputSpec, ModelKind
+from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.tensors import DATATYPES
 from loraplex.serving.backend import ModelCard
 
@@ -82,6 +83,7 @@ class TritonModel:
     kind: ModelKind
     card: ModelCard
     """The base model that it runs on."""
+    texts: ModelTexts
     max_batch_size: int
     """0: tensors have no batch dimension."""
     version: str = VERSION
@@ -91,11 +93,14 @@ class TritonModel:
     declared_config: Mapping[str, Any] | None = None
 
     @classmethod
-    def declared(cls, declaration: ModelDeclaration, card: ModelCard) -> "TritonModel":
+    def declared(
+        cls, declaration: ModelDeclaration, card: ModelCard, texts: ModelTexts
+    ) -> "TritonModel":
         return cls(
             declaration.name,
             declaration.kind,
             card,
+            texts,
             declaration.max_batch_size,
             declaration.version,
             declaration.is_decoupled,
@@ -108,7 +113,7 @@ class TritonModel:
         for row in (self.declared_config or {}).get("output", ()):
             if row["name"] == output:
                 return _DATATYPE_NAMES[row["data_type"]]
-        declared = self.kind.output(output)
+        declared = self.kind.outputs_by_name.get(output)
         assert declared is not None, "an output of the kind"
         return declared.datatype
 

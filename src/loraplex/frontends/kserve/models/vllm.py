@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from loraplex.core.adapter import AdapterChoice, ByName
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import (
@@ -29,10 +31,8 @@ from loraplex.frontends.kserve.messages import REQUEST_PARAMETERS, REQUEST_TYPE,
 from loraplex.frontends.kserve.models.convert import RequestHead, TritonGeneration, read_adapters
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.kinds import FIELDS, LORA_NAME, Field, FieldType
-from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.triton_model import ModelOptions
+from loraplex.frontends.kserve.models.triton_model import ModelOptions, TritonModel
 from loraplex.frontends.structured_outputs import structured_outputs
-from loraplex.serving.backend import ModelCard
 
 _TRUE_WORDS = ("true", "1", "yes", "t", "y")
 _FALSE_WORDS = ("false", "0", "no", "f", "n", "")
@@ -187,48 +187,42 @@ _EARLY_STOPPING: Mapping[object, EarlyStopping] = MappingProxyType(
 
 def convert_vllm(
     inputs: Inputs,
-    card: ModelCard,
-    sender: RequestHead,
+    model: TritonModel,
+    head: RequestHead,
     parameters: Mapping[str, Parameter],
-    *,
-    options: ModelOptions,
-    texts: ModelTexts,
 ) -> TritonGeneration:
     """Raises RequestErrors, and FailedResponse for an adapter that cannot be had."""
     prompt = "".join(inputs.texts("text_input"))
     if not prompt:
         raise InvalidTensorError("input 'text_input' is empty", param="text_input")
     fields = read_fields(_raw_fields(inputs, parameters))
-    returned = frozenset(name for name in _RETURNED if inputs.flag(f"return_{name}"))
+    returned = frozenset(name for name in _RETURNED if inputs.first(f"return_{name}"))
     shows_logprobs = "logprobs" in returned and "logprobs" in fields
     if "cumulative_logprob" in returned:
         fields.setdefault("logprobs", 0)
-    is_streamed, excludes_input = inputs.flag("is_streamed"), _excludes_input(inputs)
+    is_streamed = inputs.first("is_streamed", default=False)
+    excludes_input = _excludes_input(inputs)
     return TritonGeneration(
         request=GenerateRequest(
-            request_id=sender.request_id,
-            model=card.name,
+            **msgspec.structs.asdict(head),
             prompt=prompt,
             task=Generate(vllm_sampling(fields)),
-            adapters=_adapters(fields, parameters.get("adapters", ""), options),
-            client_request_id=sender.client_request_id,
-            timeout_seconds=sender.timeout_seconds,
-            priority=sender.priority,
+            adapters=_adapters(fields, parameters.get("adapters", ""), model.options),
             ends_at_max_len=True,
             repeated_bytes=REPEATED_BYTES * (not (is_streamed or excludes_input)),
         ),
         is_streamed=is_streamed,
         excludes_input=excludes_input,
         returned=returned,
-        token_text=texts.token_texts() if shows_logprobs else None,
+        token_text=model.texts.token_texts() if shows_logprobs else None,
         comes_together=True,
     )
 
 
 def _excludes_input(inputs: Inputs) -> bool:
     """A single response begins with the input by default; a stream never does."""
-    excludes = inputs.flag("excludes_input")
-    if inputs.flag("is_streamed") and "excludes_input" in inputs.fields and not excludes:
+    excludes: bool = inputs.first("excludes_input", default=False)
+    if inputs.first("is_streamed") and "excludes_input" in inputs.tensors and not excludes:
         raise InvalidRequestError(
             "When streaming, `exclude_input_in_output` = False is not allowed.",
             param="exclude_input_in_output",
