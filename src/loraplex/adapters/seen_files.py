@@ -1,8 +1,8 @@
-"""Notes of files that were staged before, so that staging them again is fast.
+"""Notes of what files were found to be, so that they need not be read again.
 
-A file is known by (device, inode, size, mtime_ns, ctime_ns). Some formats mean something only with
-a base model: its shapes are then the note's context. The notes are in the state directory, never
-next to the user's file; a lost or broken note only means that the file is read again.
+A file is known by (device, inode, size, mtime_ns, ctime_ns). What else the finding depends on, such
+as the base model, is the note's context. The notes are in a folder of the server, never next to the
+user's file; a lost or broken note only means that the file is read again.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class _SeenNote(msgspec.Struct, frozen=True):
     version: int
     identities: tuple[FileIdentity, ...]
     context: str
-    digest: str
+    found: str = msgspec.field(name="digest")
 
 
 def identities_of(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
@@ -38,31 +38,22 @@ class SeenFiles:
     def __init__(self, state_dir: Path) -> None:
         self._folder = state_dir / "seen"
 
-    def digest(self, identities: tuple[FileIdentity, ...], *contexts: str) -> str | None:
-        """Return the digest of the adapter in these files, if it is known in one of the contexts.
+    def find(self, identities: tuple[FileIdentity, ...], context: str = "") -> str | None:
+        """Return what these files were found to be in a context, such as a digest."""
+        try:
+            note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_SeenNote)
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            return None
+        is_same = (note.version, note.identities, note.context) == (
+            _NOTE_VERSION,
+            identities,
+            context,
+        )
+        return note.found if is_same else None
 
-        Without a context: in the empty one.
-        """
-        for context in contexts or ("",):
-            try:
-                note = msgspec.json.decode(
-                    self._path(identities, context).read_bytes(), type=_SeenNote
-                )
-            except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-                continue
-            if (note.version, note.identities, note.context) == (
-                _NOTE_VERSION,
-                identities,
-                context,
-            ):
-                return note.digest
-        return None
-
-    def remember(
-        self, identities: tuple[FileIdentity, ...], digest: str, context: str = ""
-    ) -> None:
+    def remember(self, identities: tuple[FileIdentity, ...], found: str, context: str = "") -> None:
         """Write a note, if that is possible: an adapter must not fail for it."""
-        note = _SeenNote(_NOTE_VERSION, identities, context, digest)
+        note = _SeenNote(_NOTE_VERSION, identities, context, found)
         with contextlib.suppress(OSError):
             write_atomically(self._path(identities, context), [msgspec.json.encode(note)])
 

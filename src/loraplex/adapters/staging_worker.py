@@ -8,12 +8,13 @@ Run as python -m loraplex.adapters.staging_worker.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,7 +27,7 @@ from loraplex.adapters.base_check import (
     check_shapes,
     other_base,
 )
-from loraplex.adapters.base_copies import is_base_copy, without_base_copies
+from loraplex.adapters.base_copies import without_base_copies
 from loraplex.adapters.canonical import (
     CanonicalRow,
     RowKind,
@@ -44,8 +45,8 @@ from loraplex.adapters.formats.inputs import (
     read_fitting_rows,
 )
 from loraplex.adapters.formats.patterns import call_when_slow
-from loraplex.adapters.seen_files import SeenFiles, identities_of
-from loraplex.adapters.sources.fetch import local_path
+from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
+from loraplex.adapters.sources.fetch import files_at, local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
 from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
 from loraplex.adapters.state_files import canonical_path
@@ -60,6 +61,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.log_lines import log_to_parent
 from loraplex.core.process_group import leave_group, let_others_go_first
+from loraplex.core.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ Buffer = bytes | bytearray | memoryview
 
 _LENGTH = struct.Struct("<Q")
 _MAX_REQUEST_BYTES = 16 << 20
+_Found = tuple[tuple[FileIdentity], StagedAdapter]
+"""Note of files that were staged: which file their canonical adapter file was, and the report."""
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -76,13 +80,10 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """
     niceness, is_last = os.nice(0), False
     while not is_last and (request := _read(requests)) is not None:
-        tensors = _read_tensors(requests, request)
-        if tensors is None:
-            return
-        reply = reply_to(request, tensors)
+        reply = reply_to(*request)
         is_last = os.nice(0) > niceness
         body = msgspec.msgpack.encode(msgspec.structs.replace(reply, is_last=is_last))
-        del tensors, reply
+        del request, reply
         replies.write(_LENGTH.pack(len(body)) + body)
         replies.flush()
 
@@ -134,19 +135,6 @@ def _fetched_reply(request: StageRequest, tensors: Sequence[Buffer]) -> StageRep
     return StageReply(request_id=request.request_id, staged=staged)
 
 
-class Stopwatch:
-    """Stopwatch with the seconds of each named stage, in order."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = now - self._last
-        self._last = now
-
-
 def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapter:
     """Put an adapter into canonical form and check it against the base.
 
@@ -154,46 +142,71 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     InvalidAdapterError, AdapterMismatchError, AdapterTooLargeError, UnsupportedFeatureError,
     StorageFullError or StorageUnavailableError, and then leaves no file.
     """
-    watch = Stopwatch()
-    state_dir = Path(request.state_dir)
+    ends = {"": time.perf_counter()}
+    state_dir, place = Path(request.state_dir), Path(request.path)
+    seen = SeenFiles(state_dir)
+    files = files_at(place) if request.tensors is None else []
+    identities, context = identities_of(files), _context(request, files)
+    known = None
+    if files and not request.reads_again:
+        known = _known_report(state_dir, seen.find(identities, context))
+    ends["look_up"] = time.perf_counter()
+    if known is not None:
+        return msgspec.structs.replace(known, was_known=True, seconds=_durations(ends))
     if request.tensors is None:
         source = open_input(request.path, request.limits)
     else:
         source = RequestTensors(*map(trtllm.request_tensor, request.tensors, tensors))
-    seen, context = SeenFiles(state_dir), _context(request)
-    contexts = (context, _context(request) + request.base_path)
-    identities = identities_of(source.files)
-    known_digest = None
-    if source.files and not request.reads_again:
-        known_digest = seen.digest(identities, *contexts)
-    rows = None if known_digest is None else _known_rows(state_dir, known_digest)
-    watch.lap("look_up")
-    if known_digest is not None and rows is not None:
-        warnings = _check(request, source, rows)
-        watch.lap("check")
-        return _staged(request, source, rows, known_digest, warnings, watch, was_known=True)
     with _naming_other_base(source, request):
         rows = read_fitting_rows(source, request.shapes, request.limits)
-        watch.lap("read")
-        if request.base_path and any(map(is_base_copy, rows)):
-            context = contexts[1]
+        ends["read"] = time.perf_counter()
         rows, copies = without_base_copies(rows, request.base_folder, request.shapes)
-        warnings = _check(request, source, rows)
-        warnings += tuple(map(_left_out, copies))
+        warnings = (*_check(request, source, rows), *map(_left_out, copies))
         if request.pool_dtype:
             check_magnitudes(rows, request.pool_dtype)
-    watch.lap("check")
-    new_digest = digest(rows)
-    watch.lap("hash")
-    if _known_rows(state_dir, new_digest) is None:
+    ends["check"] = time.perf_counter()
+    adapter_digest = digest(rows)
+    ends["hash"] = time.perf_counter()
+    path = canonical_path(state_dir, adapter_digest)
+    if not _is_stored(path, adapter_digest):
         with storing():
-            write_canonical(rows, new_digest, canonical_path(state_dir, new_digest))
-    if identities_of(source.files) != identities:
+            write_canonical(rows, adapter_digest, path)
+    if identities_of(files) != identities:
         raise InvalidAdapterError(f"{request.path} was changed while it was read; load it again")
-    if source.files and not source.left_out:  # what is left out is reported at each load
-        seen.remember(identities, new_digest, context)
-    watch.lap("write")
-    return _staged(request, source, rows, new_digest, warnings, watch, was_known=False)
+    report = _report(request, source, rows, adapter_digest, path, warnings)
+    if files:
+        found = msgspec.json.encode((identities_of([path]), report)).decode()
+        seen.remember(identities, found, context)
+    ends["write"] = time.perf_counter()
+    return msgspec.structs.replace(report, seconds=_durations(ends))
+
+
+def _durations(ends: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each stage. ends: when each one ended, after the start of the first."""
+    names, times = list(ends)[1:], itertools.pairwise(ends.values())
+    return {name: end - begin for name, (begin, end) in zip(names, times, strict=True)}
+
+
+def _context(request: StageRequest, files: Sequence[Path]) -> str:
+    """Return what the report of an adapter depends on in addition to the content of its files."""
+    names = [file.name for file in files]
+    base = (request.base_model, request.base_path, request.base_check)
+    fields = (request.shapes, request.limits.max_ranks, request.pool_dtype)
+    return msgspec.json.encode((__version__, names, *base, *fields)).decode()
+
+
+def _known_report(state_dir: Path, found: str | None) -> StagedAdapter | None:
+    """Return the report in a note, if the adapter is stored as it was then."""
+    if found is None:
+        return None
+    stored: tuple[FileIdentity]
+    report: StagedAdapter
+    stored, report = msgspec.json.decode(found, type=_Found)
+    path = canonical_path(state_dir, report.source.digest)
+    if not path.exists() or identities_of([path]) != stored:
+        return None
+    source = msgspec.structs.replace(report.source, path=str(path))  # the folder may have moved
+    return msgspec.structs.replace(report, source=source)
 
 
 @contextlib.contextmanager
@@ -218,19 +231,12 @@ def _left_out(copy: CanonicalRow) -> str:
     )
 
 
-def _context(request: StageRequest) -> str:
-    """Return what the rows, and their checks, depend on in addition to the files."""
-    fields = (request.shapes, request.limits.max_ranks, request.pool_dtype)
-    return msgspec.json.encode(fields).decode()
-
-
-def _known_rows(state_dir: Path, known_digest: str) -> tuple[CanonicalRow, ...] | None:
-    """Return the rows of an adapter in the state directory; None if it is absent or damaged."""
+def _is_stored(path: Path, adapter_digest: str) -> bool:
+    """Whether a file of the state directory is the adapter's, whole."""
     try:
-        content = read_canonical(canonical_path(state_dir, known_digest))
+        return read_canonical(path).digest == adapter_digest
     except (InvalidAdapterError, OSError):
-        return None
-    return content.rows if content.digest == known_digest else None
+        return False
 
 
 def _check(
@@ -247,17 +253,14 @@ def _check(
     return tuple(warnings)
 
 
-def _staged(
+def _report(
     request: StageRequest,
     source: AdapterInput,
     rows: tuple[CanonicalRow, ...],
     adapter_digest: str,
+    path: Path,
     warnings: tuple[str, ...],
-    watch: Stopwatch,
-    *,
-    was_known: bool,
 ) -> StagedAdapter:
-    path = canonical_path(Path(request.state_dir), adapter_digest)
     tensors = [tensor for row in rows for tensor in row.tensors.values()]
     return StagedAdapter(
         source=source_of(adapter_digest, path, rows, request.shapes, request.limits.max_ranks),
@@ -272,31 +275,23 @@ def _staged(
         ),
         end_tokens=source.end_tokens,
         warnings=warnings,
-        was_known=was_known,
-        seconds=watch.seconds,
     )
 
 
-def _read(stream: BinaryIO) -> StageRequest | None:
-    """Return the next request; None at the end."""
+def _read(stream: BinaryIO) -> tuple[StageRequest, list[bytes]] | None:
+    """Return the next request and the bytes of its tensors; None if the stream ends before that."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(head)
     assert length <= _MAX_REQUEST_BYTES, length
     body = stream.read(length)
-    return msgspec.msgpack.decode(body, type=StageRequest) if len(body) == length else None
-
-
-def _read_tensors(stream: BinaryIO, request: StageRequest) -> list[bytes] | None:
-    """Return the bytes of the request's tensors; None if the stream ends within them."""
-    tensors = []
-    for header in request.tensors or ():
-        data = stream.read(header.num_bytes)
-        if len(data) < header.num_bytes:
-            return None
-        tensors.append(data)
-    return tensors
+    if len(body) < length:
+        return None
+    request = msgspec.msgpack.decode(body, type=StageRequest)
+    sizes = [header.num_bytes for header in request.tensors or ()]
+    tensors = list(map(stream.read, sizes))
+    return (request, tensors) if list(map(len, tensors)) == sizes else None
 
 
 def main() -> None:

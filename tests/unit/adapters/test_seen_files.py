@@ -16,17 +16,17 @@ def file(tmp_path: Path) -> Path:
 
 def test_the_same_files(file: Path, tmp_path: Path) -> None:
     seen, identities = SeenFiles(tmp_path), identities_of([file])
-    assert seen.digest(identities) is None
+    assert seen.find(identities) is None
     seen.remember(identities, "abc")
-    assert seen.digest(identities) == "abc"
-    assert seen.digest(identities, "another use") is None
+    assert seen.find(identities) == "abc"
+    assert seen.find(identities, "another use") is None
 
 
 def test_a_file_that_changed(file: Path, tmp_path: Path) -> None:
     seen = SeenFiles(tmp_path)
     seen.remember(identities_of([file]), "abc")
     file.write_bytes(b"12")
-    assert seen.digest(identities_of([file])) is None
+    assert seen.find(identities_of([file])) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "\xff"}'])
@@ -35,4 +35,4 @@ def test_a_damaged_note_is_forgotten(file: Path, tmp_path: Path, content: bytes)
     seen.remember(identities, "abc")
     (note,) = (tmp_path / "seen").glob("*/*.json")
     note.write_bytes(content)
-    assert seen.digest(identities) is None
+    assert seen.find(identities) is None

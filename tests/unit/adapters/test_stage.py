@@ -153,6 +153,28 @@ class TestStagingAgain:
             assert not again.was_known
             assert read_canonical(canonical_path(tmp_path / "state", source.digest)).rows
 
+    def test_its_report_is_the_first_one(self, staged, peft_folder):
+        folder = peft_folder()
+        folder.config["base_model_name_or_path"] = "meta/llama"
+        folder = folder.write()
+        named = {"base_model": "another", "pool_dtype": "bfloat16"}
+        first = staged(folder, **named)
+        assert len(first.warnings) == 2
+        again = staged(folder, **named)
+        assert again.was_known
+        assert msgspec.structs.replace(again, was_known=False, seconds={}) == (
+            msgspec.structs.replace(first, seconds={})
+        )
+        with pytest.raises(AdapterMismatchError, match="another"):
+            staged(folder, **named, base_check=BaseCheck.ERROR)
+
+    def test_a_file_that_was_not_there_is_read(self, staged, peft_folder):
+        folder = peft_folder().write()
+        staged(folder)
+        (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+        assert staged(folder).end_tokens.texts == ("<|im_end|>",)
+        assert staged(folder).was_known
+
     def test_a_damaged_note_is_only_a_slower_staging(self, staged, peft_folder, tmp_path):
         folder = peft_folder().write()
         staged(folder)
@@ -357,7 +379,7 @@ class TestRefusals:
 
         def read_and_touch(self, limits):
             tensors = original(self, limits)
-            os.utime(self.files[1], ns=(5, 5))
+            os.utime(folder / "adapter_model.safetensors", ns=(5, 5))
             return tensors
 
         monkeypatch.setattr(PeftFolder, "read_tensors", read_and_touch)

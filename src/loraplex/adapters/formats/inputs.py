@@ -15,7 +15,6 @@ from loraplex.adapters.formats.peft_coverage import target_warnings
 from loraplex.adapters.formats.peft_ends import EndTokens, read_end_tokens
 from loraplex.adapters.formats.peft_names import is_of_other_tower
 from loraplex.adapters.fused_modules import fit_modules
-from loraplex.adapters.gguf_files import GGUF_SUFFIX, gguf_files_of
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import (
     RawTensor,
@@ -28,6 +27,7 @@ from loraplex.core.counts import counted
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
 
 FILE_SUFFIX = ".safetensors"
+GGUF_SUFFIX = ".gguf"
 _MAX_ENTRIES = 1000
 """Maximum number of entries of a folder that are looked at for a hint."""
 UNDERSTOOD = (
@@ -43,8 +43,6 @@ class AdapterInput:
     """Adapter that has not been read yet. Each format has a class."""
 
     format: str
-    files: tuple[Path, ...] = ()
-    """Files that are read: while these do not change, neither do the rows."""
     left_out: Sequence[str] = ()
     """Names of the tensors, of those read, that no output depends on."""
     end_tokens = EndTokens()
@@ -74,7 +72,6 @@ class PeftFolder(AdapterInput):
             raise InvalidAdapterError(f"{folder} has neither {' nor '.join(peft.WEIGHTS_NAMES)}")
         self._weights = folder / weights
         self.end_tokens, self._unread = read_end_tokens(folder, limits.max_header_bytes)
-        self.files = (folder / CONFIG_NAME, self._weights)
 
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
         """Read the tensors by their names in the file."""
@@ -114,7 +111,6 @@ class MlxFolder(AdapterInput):
     def __init__(self, folder: Path, limits: StagingLimits) -> None:
         config = folder / CONFIG_NAME
         self._weights = folder / mlx.WEIGHTS_NAME
-        self.files = (config, self._weights)
         try:
             self._config = mlx.parse_config(bytes(read_bounded(config, limits.max_header_bytes)))
         except LoraplexError as error:
@@ -141,7 +137,6 @@ class PairFolder(AdapterInput):
                 f"{' nor '.join(trtllm.CONFIG_NAMES)}"
             )
         self._folder, self._config = folder, config
-        self.files = (folder / trtllm.WEIGHTS_NAME, config)
 
     def read_pair(self, limits: StagingLimits) -> tuple[RawTensor, RawTensor]:
         """Read (lora_weights, lora_config)."""
@@ -158,7 +153,6 @@ class LoraFile(AdapterInput):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.files = (path,)
 
     def read_pair(self, limits: StagingLimits) -> tuple[RawTensor, RawTensor] | None:
         """Read (lora_weights, lora_config) of llgtrt's file; None: it is another."""
@@ -182,7 +176,6 @@ class GgufLoraFile(AdapterInput):
     format = "GGUF"
 
     def __init__(self, path: Path, limits: StagingLimits) -> None:
-        self.files = (path,)
         self.lora: GgufLora = read_gguf_lora(path, limits)
         self.trained_on = self.lora.trained_on
 
@@ -250,7 +243,7 @@ def _input_at(place: Path, path: str, limits: StagingLimits) -> AdapterInput:
         return PeftFolder(place, limits)
     if (place / trtllm.WEIGHTS_NAME).exists():
         return PairFolder(place)
-    gguf_files = gguf_files_of(place)
+    gguf_files = sorted(path for path in place.iterdir() if path.name.endswith(GGUF_SUFFIX))
     if len(gguf_files) > 1:
         raise InvalidAdapterError(
             f"{path} has several {GGUF_SUFFIX} files, such as {gguf_files[0].name} and "

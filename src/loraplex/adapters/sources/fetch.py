@@ -26,10 +26,16 @@ from loraplex.adapters.durable_files import storing
 from loraplex.adapters.formats import mlx, peft, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
 from loraplex.adapters.formats.peft_ends import END_FILES
-from loraplex.adapters.gguf_files import GGUF_SUFFIX
 from loraplex.adapters.sources.download import Allowance, Arrived, Missing
 from loraplex.adapters.sources.policy import SourcePolicy, checked_path
-from loraplex.adapters.sources.reference import FILE_SUFFIXES, Reference, SourceKind, parse
+from loraplex.adapters.sources.reference import (
+    FILE_SUFFIXES,
+    GGUF_SUFFIX,
+    Reference,
+    SourceKind,
+    gguf_files_of,
+    parse,
+)
 from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 
@@ -61,6 +67,17 @@ class _FetchNote(msgspec.Struct, frozen=True):
     content: str
     """Name of the folder with the files."""
     files: dict[str, Arrived]
+
+
+def files_at(place: Path) -> list[Path]:
+    """Return the files that there are of those that an adapter at a place may be read from.
+
+    Raises OSError for a folder that cannot be listed.
+    """
+    if not os.path.isdir(place):
+        return [place] if os.path.exists(place) else []
+    named = [place / name for name in FILE_NAMES]
+    return [*filter(os.path.exists, named), *gguf_files_of(place)]
 
 
 def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.gguf_files import gguf_files_of
-from loraplex.adapters.sources.reference import OBJECT_SCHEMES
+from loraplex.adapters.sources.reference import OBJECT_SCHEMES, gguf_files_of
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config
 from loraplex.core.errors import (

@@ -16,9 +16,10 @@ import re
 import urllib.parse
 from pathlib import Path
 
-from loraplex.adapters.gguf_files import GGUF_SUFFIX
 from loraplex.core.errors import InvalidAdapterError
 
+GGUF_SUFFIX = ".gguf"
+"""Ending of GGUF files, which have no fixed name in a folder."""
 FILE_SUFFIXES = (".safetensors", GGUF_SUFFIX)
 OBJECT_SCHEMES = ("s3", "gs", "gcs", "az", "abfs")
 DEFAULT_REVISION = "main"
@@ -188,3 +189,10 @@ def _invalid(text: str, wanted: str) -> InvalidAdapterError:
 def _is_here(path: str) -> bool:
     """Whether a text such as owner/name is a path: its first folder exists."""
     return Path(path).parts[0] in (".", "..") or os.path.exists(Path(path).parts[0])
+
+
+def gguf_files_of(folder: Path) -> list[Path]:
+    """Return the GGUF files of a folder by name; of anything else, none. Raises OSError."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.endswith(GGUF_SUFFIX))

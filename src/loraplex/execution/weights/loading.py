@@ -46,7 +46,7 @@ def checkpoint_digest(files: Sequence[Path], seen: SeenFiles | None = None) -> s
     Raises ConfigError if one cannot be read.
     """
     identities = identities_of(files)
-    known = None if seen is None else seen.digest(identities, _SEEN_AS)
+    known = None if seen is None else seen.find(identities, _SEEN_AS)
     if known is not None:
         return known
     with ThreadPoolExecutor(_HASHING_THREADS) as pool:

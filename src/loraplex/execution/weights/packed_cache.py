@@ -118,7 +118,7 @@ class PackedCache:
 
         It need not be one of this cache.
         """
-        if self.seen.digest((file.identity,), _SEEN_AS) != file.payload_digest:
+        if self.seen.find((file.identity,), _SEEN_AS) != file.payload_digest:
             file.check_payload()
             self._remember(file)
 
