@@ -2,7 +2,8 @@
 
     PYTHONPATH=docs python -m tools.request_paths [--write]
 
-prints today's numbers; with --write it writes benchmarks/results/request-paths.toml as well.
+prints today's numbers; with --write it writes benchmarks/results/request-paths.toml as well, and
+the numbers of the paths in ARCHITECTURE.md.
 
 A server with the shipped model runs under `path_tracer`. For each path (chat, infer, load of an
 adapter) it gets equal requests on one connection: some warm it up, two are traced. What counts:
@@ -23,7 +24,9 @@ The HTTP guard parses request heads for its limits (ADR 21). It is counted apart
 
 import argparse
 import http.client
+import itertools
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -39,7 +42,9 @@ from loraplex.demo import ADAPTER_PATHS
 from loraplex.testing.running_server import serving
 from tools.path_records import SOURCE, Entry, Function, PathTracer, functions_of, imported_packages
 
-BASELINE = Path(__file__).parents[2] / "benchmarks" / "results" / "request-paths.toml"
+ROOT = Path(__file__).parents[2]
+BASELINE = ROOT / "benchmarks" / "results" / "request-paths.toml"
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 MARGIN = 2
 """Functions, and files, that a path may have in addition to the baseline's."""
 MAX_LINES = 60
@@ -77,16 +82,16 @@ def _chat(send: Send, _adapter: Path) -> None:
 
 
 def _infer(send: Send, _adapter: Path) -> None:
+    tensors = (
+        ("text_input", "BYTES", "The capital of France is"),
+        ("max_tokens", "INT32", 2),
+        ("lora_task_id", "UINT64", 1),
+    )
     inputs = [
-        _tensor("text_input", "BYTES", "The capital of France is"),
-        _tensor("max_tokens", "INT32", 2),
-        _tensor("lora_task_id", "UINT64", 1),
+        {"name": name, "datatype": datatype, "shape": [1, 1], "data": [value]}
+        for name, datatype, value in tensors
     ]
     send("POST", "/v2/models/ensemble/infer", {"inputs": inputs})
-
-
-def _tensor(name: str, datatype: str, value: object) -> dict[str, object]:
-    return {"name": name, "datatype": datatype, "shape": [1, 1], "data": [value]}
 
 
 def _load(send: Send, adapter: Path) -> None:
@@ -273,9 +278,7 @@ def write_baseline(traces: Mapping[str, Trace]) -> None:
         }
         for kind, trace in traces.items()
     }
-    numbers = {kind: trace.numbers._asdict() for kind, trace in traces.items()}
-    before = read_baseline()["before"] if BASELINE.exists() else numbers
-    tables |= {f"before.{kind}": first for kind, first in before.items()}
+    tables |= {f"before.{kind}": first for kind, first in read_baseline()["before"].items()}
     lines = ["# Written by `python -m tools.request_paths --write` (docs/tools/request_paths.py)."]
     for name, table in tables.items():
         lines += ["", f"[{name}]"]
@@ -285,6 +288,25 @@ def write_baseline(traces: Mapping[str, Trace]) -> None:
 
 def _listed(functions: Mapping[Function, str]) -> list[str]:
     return [f"{process} {function.name}" for function, process in functions.items()]
+
+
+def with_numbers(text: str, baseline: Mapping[str, Any]) -> str:
+    """Return ARCHITECTURE.md with the sizes of the paths.
+
+    Each path is an item that names functions on it; the number after a function is how many are
+    entered until the next one. Raises ValueError for a function that is not on the path.
+    """
+    for kind in PATHS:
+        entered = [line.split()[1] for line in baseline[kind]["entered"]]
+        files = {name.partition(":")[0] for name in entered}
+        names = [name.rpartition("/")[2] for name in entered]
+        [old] = re.findall(rf"(?ms)^- \*\*{kind}\*\*.*?(?=^- |^$)", text)
+        starts = [*map(names.index, re.findall(r"`(\S+:\S+)`", old)), len(names)]
+        sizes = (end - start for start, end in itertools.pairwise(starts))
+        texts = re.split(r"\d+(?= functions| files|,|$)", old, flags=re.M)
+        pairs = itertools.zip_longest(texts, (len(names), len(files), *sizes), fillvalue="")
+        text = text.replace(old, "".join(f"{before}{number}" for before, number in pairs))
+    return text
 
 
 def main() -> None:
@@ -297,6 +319,9 @@ def main() -> None:
         sys.stdout.write(f"{kind}: {numbers}; guard: {len(trace.guard)} functions\n")
     if arguments.write:
         write_baseline(traces)
+        ARCHITECTURE.write_text(
+            with_numbers(ARCHITECTURE.read_text("utf-8"), read_baseline()), "utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -155,6 +155,19 @@ NOT_SERVED: Final = (
 )
 
 
+_HEADERS: Final = (
+    Feature(HEADER_LENGTH, note="bytes of JSON before binary data"),
+    Feature(
+        "endpoint-load-metrics-format",
+        Support.NO_EFFECT,
+        "the response has no load: /metrics has it",
+    ),
+    Feature("endpoint-load-metrics", Support.REFUSED, "gateways read /metrics"),
+    Feature("Content-Encoding", note="gzip or deflate, of infer"),
+    Feature("Accept-Encoding", note="gzip or deflate, of infer"),
+    Feature(ERRORS_END_STREAM, note="gRPC metadata; true: an error ends a stream"),
+)
+
 _SERVICE = "GRPCInferenceService"
 _CONVERTER = re.compile(r":\w+}")
 _FREE_LABELS = frozenset(
@@ -179,9 +192,8 @@ _DECLARATIONS = tuple(
 
 
 def route_features() -> tuple[Feature, ...]:
-    routes = kserve_routes(TritonService(EchoService()))
     rows = []
-    for route in routes:
+    for route in kserve_routes(TritonService(EchoService())):
         assert isinstance(route.endpoint, Resource)
         path = _CONVERTER.sub("}", route.path)
         for method, support, note in route.endpoint.features:
@@ -192,8 +204,8 @@ def route_features() -> tuple[Feature, ...]:
 def rpc_features() -> tuple[Feature, ...]:
     """RPCs of the service; those that the servicer does not have return UNIMPLEMENTED."""
     methods = service_pb2.DESCRIPTOR.services_by_name[_SERVICE].methods
-    rows = [_rpc(method.name) for method in methods]
-    return (*rows, *(Feature(f"{HEALTH_SERVICE}/{name}") for name in ("Check", "Watch")))
+    health = (Feature(f"{HEALTH_SERVICE}/{name}") for name in ("Check", "Watch"))
+    return (*(_rpc(method.name) for method in methods), *health)
 
 
 def _rpc(name: str) -> Feature:
@@ -201,21 +213,6 @@ def _rpc(name: str) -> Feature:
     if method is None:
         return Feature(name, Support.REFUSED, "UNIMPLEMENTED")
     return Feature(name, *support_of(method))
-
-
-def header_features() -> tuple[Feature, ...]:
-    return (
-        Feature(HEADER_LENGTH, note="bytes of JSON before binary data"),
-        Feature(
-            "endpoint-load-metrics-format",
-            Support.NO_EFFECT,
-            "the response has no load: /metrics has it",
-        ),
-        Feature("endpoint-load-metrics", Support.REFUSED, "gateways read /metrics"),
-        Feature("Content-Encoding", note="gzip or deflate, of infer"),
-        Feature("Accept-Encoding", note="gzip or deflate, of infer"),
-        Feature(ERRORS_END_STREAM, note="gRPC metadata; true: an error ends a stream"),
-    )
 
 
 def setting_features() -> tuple[Feature, ...]:
@@ -237,10 +234,6 @@ def _log_setting(name: str) -> Feature:
         case "log_format":
             return Feature(name, Support.NO_EFFECT, "kept and returned")
     return Feature(name, note="the level of the log", other_names=others)
-
-
-def extension_features() -> tuple[Feature, ...]:
-    return tuple(Feature(name) for name in EXTENSIONS)
 
 
 def metric_features() -> tuple[Feature, ...]:
@@ -326,9 +319,9 @@ def sections() -> Iterator[Section]:
     yield Section("Keys of model.json", tuple(row.feature for row in ENGINE_ARGS))
     yield Section("HTTP routes", route_features())
     yield Section("gRPC methods", rpc_features())
-    yield Section("Headers", header_features())
+    yield Section("Headers", _HEADERS)
     yield Section("Trace and log settings", setting_features())
-    yield Section("Extensions", extension_features())
+    yield Section("Extensions", tuple(map(Feature, EXTENSIONS)))
     yield Section(
         "Flags of tritonserver", (*OWN_FLAGS, *FLAGS), "As flags of `loraplex compat triton`."
     )

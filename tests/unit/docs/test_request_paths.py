@@ -1,12 +1,21 @@
 """The tracer of request paths: what it records, what counts, and what its limits refuse."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tools.path_records import Entry, Function, PathTracer, functions_of, imported_packages
-from tools.request_paths import Trace, on_path, too_long
+from tools.request_paths import (
+    ARCHITECTURE,
+    PATHS,
+    Trace,
+    on_path,
+    read_baseline,
+    too_long,
+    with_numbers,
+)
 
 PROGRAM = """
 import asyncio
@@ -250,3 +259,22 @@ def test_another_package_is_named(monkeypatch):
     monkeypatch.setattr("tools.request_paths.imported_packages", lambda _package, _file: found)
     expected = ["chat: imports of other packages: msgspec"]
     assert too_long("chat", trace_of(function("a")), limits("a")) == expected
+
+
+def test_the_numbers_of_the_walk_are_those_of_the_lists():
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    written = with_numbers(text, read_baseline())
+    assert text == written, "run: python -m tools.request_paths --write"
+
+
+def test_a_number_counts_the_functions_up_to_the_next_one():
+    entered = [f"serving a/b.py:{name}" for name in ["first", "second", "third"]]
+    baseline = {kind: {"entered": [*entered, "engine c/d.py:last"]} for kind in PATHS}
+    item = "- **{}**, 0 functions in 0 files: `b.py:first` 0,\n  `b.py:third` (there) 7\n"
+    text = "".join(map(item.format, PATHS)) + "\n## v1 0\n"
+    assert with_numbers(text, baseline).startswith(
+        "- **chat**, 4 functions in 2 files: `b.py:first` 2,\n  `b.py:third` (there) 2\n"
+    )
+    assert with_numbers(text, baseline).endswith(" 2\n\n## v1 0\n")
+    with pytest.raises(ValueError, match=re.escape("b.py:gone")):
+        with_numbers(text.replace("third", "gone"), baseline)
