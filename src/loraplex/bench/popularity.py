@@ -93,7 +93,8 @@ def draw(popularity: Popularity, count: int, num_adapters: int, seed: str) -> li
         case PowerFunction(exponent):
             return [int(draws.random() ** (1 / exponent) * num_adapters) for _ in range(count)]
         case Geometric(ratio):
-            return _shuffled(_spread(geometric_sizes(count, ratio), num_adapters), draws)
+            sizes = enumerate(geometric_sizes(count, ratio))
+            return _shuffled([i % num_adapters for i, size in sizes for _ in range(size)], draws)
         case SquareRoot():
             num_used = math.ceil(count**0.5)
             return _shuffled([index % num_used % num_adapters for index in range(count)], draws)
@@ -111,10 +112,6 @@ def geometric_sizes(count: int, ratio: float) -> list[int]:
     if rest:
         sizes.append(rest)
     return sorted(sizes, reverse=True)
-
-
-def _spread(sizes: list[int], num_adapters: int) -> list[int | None]:
-    return [index % num_adapters for index, size in enumerate(sizes) for _ in range(size)]
 
 
 def _shuffled(adapters: list[int | None], draws: random.Random) -> list[int | None]:

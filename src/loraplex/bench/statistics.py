@@ -110,24 +110,26 @@ def summarize(records: Sequence[RequestRecord], start_ns: int) -> RunStatistics:
 
 def median_of_runs(runs: Sequence[RunStatistics]) -> RunStatistics:
     """Every rate and latency its own median over the repeats; every count the sum of them."""
-    names = RunStatistics.__struct_fields__
-    return RunStatistics(**{name: _joined([getattr(run, name) for run in runs]) for name in names})
+    return RunStatistics(
+        **{
+            name: _joined(name, [getattr(run, name) for run in runs])
+            for name in RunStatistics.__struct_fields__
+        }
+    )
 
 
-def _joined(values: Sequence[Any]) -> Any:
-    """Return one value of a figure of several runs, by its type."""
+def _joined(name: str, values: Sequence[Any]) -> Any:
+    """Return one value of a figure of several runs: counts have names of their own."""
+    if name.startswith("num_"):
+        return sum(values)
     known = [value for value in values if value is not None]
-    match next(iter(known), None):
-        case int():
-            return sum(known)
-        case float():
-            return statistics.median(known)
-        case tuple():
+    match known:
+        case [tuple(), *_]:
             return tuple(sorted({error for errors in known for error in errors}))
-        case Percentiles():
+        case [Percentiles(), *_]:
             columns = zip(*map(msgspec.structs.astuple, known), strict=True)
             return Percentiles(*map(statistics.median, columns))
-    return None
+    return statistics.median(known) if known else None
 
 
 class Ratio(msgspec.Struct, frozen=True):
