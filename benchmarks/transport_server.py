@@ -25,7 +25,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import everyone_is_local
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService

@@ -8,7 +8,7 @@ from loraplex.core.clock import SystemClock
 from loraplex.core.config import Config
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, everyone_is_local
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.latencies import Latencies

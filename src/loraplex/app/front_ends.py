@@ -22,7 +22,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.metrics_config import read_metrics_config
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, noting_tenant
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService

@@ -41,7 +41,7 @@ from loraplex.app.tls import certificates
 from loraplex.core.errors import LoraplexError, NotReadyError
 from loraplex.core.process_group import leave_group
 from loraplex.frontends.access import Authenticate, noting_tenant
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.openai.app import text_routes
 from loraplex.frontends.openai.context import TextContext

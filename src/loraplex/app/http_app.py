@@ -17,12 +17,11 @@ from loraplex.app.reporting import Reporting
 from loraplex.core.config import Config
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
-from loraplex.frontends.body_limits import JsonLimits
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory, JsonLimits
 from loraplex.frontends.console import routes as console
 from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.middleware import RequestMiddleware
+from loraplex.frontends.middleware import RecordedRoute, RequestMiddleware
 from loraplex.frontends.openai.app import (
     openai_fallback_routes,
     openai_routes,
@@ -42,7 +41,6 @@ from loraplex.frontends.ops.requests import RequestEndpoint
 from loraplex.frontends.ops.responses import responding_to_errors
 from loraplex.frontends.ops.settings import settings_route
 from loraplex.frontends.ops.stats import ServerStats
-from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.draining import Draining
 from loraplex.serving.response_memory import ResponseMemory

@@ -31,7 +31,7 @@ from loraplex.core.counts import counted
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.stats import EngineStats
 from loraplex.frontends.access import Authenticate
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.grpc.server import GrpcLimits, GrpcServer
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration

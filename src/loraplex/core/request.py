@@ -2,24 +2,17 @@
 
 import contextlib
 import enum
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable
 
 import msgspec
 
 from loraplex.core.adapter import AdapterChoice, AdapterUse, LoadPolicy
-from loraplex.core.errors import InvalidParameterError
 from loraplex.core.image import ImageSpan
 from loraplex.core.retention import KVRetention
 from loraplex.core.task import Generate, HasTask, Task
 
 RequestId = int
 """The server's own id: uint64, unique in its life. The client's string is kept separately."""
-
-MAX_ADAPTERS: Final = 16
-"""Maximum number of adapters of one request."""
-MAX_SCALE: Final = 100.0
-"""Maximum absolute scale of an adapter. Outputs are noise at far smaller scales already."""
 
 
 class TruncationSide(enum.StrEnum):
@@ -143,20 +136,3 @@ class EngineRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True, omit_def
     num_restarts: int = 0
     """Number of engines that died with this request. Above 0, the request was accepted before, and
     no queue limit applies to it."""
-
-
-def check_adapters(adapters: Sequence[AdapterChoice]) -> None:
-    """Raise InvalidParameterError for too many adapters, or a scale that is out of its range."""
-    if len(adapters) > MAX_ADAPTERS:
-        raise InvalidParameterError(
-            f"adapters has {len(adapters)} entries; at most {MAX_ADAPTERS} are allowed in one "
-            "request",
-            param="adapters",
-        )
-    for adapter in adapters:
-        if not abs(adapter.scale) <= MAX_SCALE:  # true for NaN, too
-            raise InvalidParameterError(
-                f"an adapter's scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got "
-                f"{adapter.scale:g}",
-                param="adapters",
-            )

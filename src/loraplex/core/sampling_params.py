@@ -39,11 +39,13 @@ class Range(NamedTuple):
     is_whole: bool = True
     is_above_low: bool = False
     """Exclude the low end."""
+    may_be_absent: bool = False
+    """Allow None."""
 
 
 RANGES: Mapping[str, Range] = MappingProxyType(
     {
-        "max_tokens": Range(1, _INT32_MAX),
+        "max_tokens": Range(1, _INT32_MAX, may_be_absent=True),
         "min_tokens": Range(0, _INT32_MAX),
         "n": Range(1, MAX_N),
         "best_of": Range(1, MAX_N),
@@ -214,7 +216,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _check_number(name: str, limits: Range, value: object) -> None:
-    low, high, is_whole, is_above_low = limits
+    low, high, is_whole, is_above_low, may_be_absent = limits
+    if value is None and may_be_absent:
+        return
     if not isinstance(value, int if is_whole else (int, float)) or isinstance(value, bool):
         kind = "an integer" if is_whole else "a number"
         raise InvalidParameterError(f"{name} must be {kind}, got {value!r}", param=name)
@@ -222,11 +226,6 @@ def _check_number(name: str, limits: Range, value: object) -> None:
         bracket = "(" if is_above_low else "["
         ends = f"{low}, {high}" if is_whole else f"{low:g}, {high:g}"
         raise InvalidParameterError(f"{name} must be in {bracket}{ends}], got {value}", param=name)
-
-
-def _check_max_tokens(value: object) -> None:
-    if value is not None:
-        _check_number("max_tokens", RANGES["max_tokens"], value)
 
 
 def _check_flag(name: str, value: object) -> None:
@@ -350,7 +349,6 @@ def _is_unicode(text: str) -> bool:
 
 _CHECKS_BY_NAME: Mapping[str, Callable[[Any], None]] = {
     **{name: functools.partial(_check_number, name, limits) for name, limits in RANGES.items()},
-    "max_tokens": _check_max_tokens,
     "best_of": _check_with_others,
     "beam": _check_with_others,
     "logit_bias": _check_logit_bias,

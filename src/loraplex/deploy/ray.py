@@ -51,8 +51,8 @@ from loraplex.deploy.relay import (
 from loraplex.deploy.relay import encode as encode_message
 from loraplex.deploy.replica import started_replica
 from loraplex.deploy.routing import routed_adapter
-from loraplex.frontends.body_memory import BodyLease, BodyMemory
-from loraplex.frontends.telemetry.request_ids import HEADER, request_id
+from loraplex.frontends.body_limits import BodyLease, BodyMemory
+from loraplex.frontends.telemetry.telemetry import REQUEST_ID_HEADER, usable_request_id
 from loraplex.serving.tenant_threads import default_executor
 
 logger = logging.getLogger(__name__)
@@ -188,9 +188,9 @@ class LoraplexIngress:
                         f"the body is larger than {self._max_body_bytes} bytes (max_body_bytes)"
                     )
         # One id at every replica: it is part of the response.
-        given = request.headers.get(HEADER, "")
-        headers = [pair for pair in request.scope["headers"] if pair[0] != HEADER.encode()]
-        headers.append((HEADER.encode(), request_id(given or uuid.uuid4().hex).encode()))
+        name, given = REQUEST_ID_HEADER.encode(), request.headers.get(REQUEST_ID_HEADER)
+        headers = [pair for pair in request.scope["headers"] if pair[0] != name]
+        headers.append((name, usable_request_id(given or uuid.uuid4().hex).encode()))
         return HttpCall(
             method=request.method,
             path=called_path(request.scope),

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Scope
 
-from loraplex.core.errors import LoraplexError, UnauthenticatedError
+from loraplex.core.errors import UnauthenticatedError
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.serving.access.api_key_ring import ApiKeys
-from loraplex.serving.wire_request import note_error, note_tenant
+from loraplex.serving.wire_request import current_request
 
 Authenticate = Callable[[Mapping[str, str]], Principal]
 """Function from headers (HTTP: case-insensitive; gRPC: lower case) to the client's principal.
@@ -79,15 +79,12 @@ def by_api_key(keys: ApiKeys) -> Authenticate:
 
 
 def noting_tenant(authenticate: Authenticate) -> Authenticate:
-    """Wrap authenticate so that the current request records its tenant or the error."""
+    """Wrap authenticate so that the current request records its tenant."""
 
     def authenticated(headers: Mapping[str, str]) -> Principal:
-        try:
-            principal = authenticate(headers)
-        except LoraplexError as error:
-            note_error(error)
-            raise
-        note_tenant(principal.tenant)
+        principal = authenticate(headers)
+        if (request := current_request()) is not None:
+            request.tenant = principal.tenant
         return principal
 
     return authenticated

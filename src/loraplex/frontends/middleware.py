@@ -1,4 +1,4 @@
-"""The one ASGI middleware of an HTTP app, and the checks that requests pass before they are routed.
+"""The one ASGI middleware of an HTTP app, the checks that requests pass, and their routes.
 
 Its order: request ids and telemetry, memory of bodies, then the checks of the app inside
 (`checked`): host, page, key. Endpoints get their principal from `principal_of`. If a new one
@@ -10,8 +10,10 @@ import functools
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
 
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.core.errors import (
@@ -22,9 +24,8 @@ from loraplex.core.errors import (
     PermissionDeniedError,
 )
 from loraplex.frontends.access import Authenticate, headers_of, principal_of
-from loraplex.frontends.body_memory import LEASE, BodyLease, BodyMemory
-from loraplex.frontends.telemetry.request_ids import HEADER
-from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.frontends.body_limits import LEASE, BodyLease, BodyMemory
+from loraplex.frontends.telemetry.telemetry import REQUEST_ID_HEADER, Telemetry
 from loraplex.serving.access.tenant_bytes import SMALL_BYTES
 from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.wire_request import WireRequest, as_current, note_error
@@ -37,7 +38,7 @@ Check = Callable[[Scope], None]
 CLIENT_CLOSED_REQUEST = "499"
 """Status without a response, as nginx logs it."""
 _FAILED = "500"
-_ID = HEADER.encode()
+_ID = REQUEST_ID_HEADER.encode()
 _CACHING, _SNIFFING = b"cache-control", b"x-content-type-options"
 
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -92,7 +93,7 @@ class RequestMiddleware:
             raise
         finally:
             response.release()
-            # Empty if no route matched.
+            # Empty if no RecordedRoute matched.
             request.route = str(getattr(scope.get("route"), "path", ""))
             request.end(status)
 
@@ -299,3 +300,17 @@ def key_check(
             principal.require_operator(operators_only_to)
 
     return check
+
+
+class RecordedRoute(Route):
+    """Route that puts itself into the scope of the requests that it matches, as Starlette's does
+    not: so the middleware knows the pattern of a path."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **fields: Any) -> None:
+        super().__init__(path, endpoint, **fields)
+        # A name in a path may have any character, a line break too.
+        self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        return match, {**found, "route": self} if match is not Match.NONE else found

@@ -23,7 +23,7 @@ def kv_salt(
 
     `adapters` are (content digest, scale) in the order in which they are applied, because rounding
     depends on it: new weights under an old name, another scale or another order is another salt.
-    Serving puts a composition into one order first (`serving.adapters.composition`). `cache_salt`
+    Serving puts a composition into one order first (`serving.admission.compose`). `cache_salt`
     is chosen by the client.
 
     The salt is a SHA-256 over tagged fields, each preceded by its length, so that no two argument

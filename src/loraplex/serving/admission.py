@@ -1,4 +1,4 @@
-"""Admission of a request: limits, defaults, the seed and the salt of the KV cache.
+"""Admission of a request: limits, defaults, its composition of adapters, seed and KV salt.
 
 Pure functions. What can be known to be wrong with a request is refused here: by `check_request`
 before its adapters are looked up and its texts are tokenized, and by `admit` afterwards.
@@ -8,10 +8,21 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import msgspec
 
-from loraplex.core.adapter import AdapterUse, LoadPolicy
+from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.store import AdapterVersion
+from loraplex.core.adapter import (
+    EMBEDDING,
+    LM_HEAD,
+    OUTSIDE_LAYERS,
+    AdapterChoice,
+    AdapterUse,
+    LoadPolicy,
+    TargetPart,
+)
 from loraplex.core.errors import (
     InvalidParameterError,
     InvalidRequestError,
@@ -24,7 +35,6 @@ from loraplex.core.request import (
     EngineRequest,
     GenerateRequest,
     TruncationSide,
-    check_adapters,
 )
 from loraplex.core.retention import check_retention
 from loraplex.core.sampling_params import SamplingParams
@@ -34,10 +44,22 @@ from loraplex.serving.backend import ModelCard
 
 NO_END_ID = -1
 """Value of end_id for which no token ends the text."""
+MAX_ADAPTERS: Final = 16
+"""Maximum number of adapters of one request."""
+MAX_SCALE: Final = 100.0
+"""Maximum absolute scale of an adapter. Outputs are noise at far smaller scales already."""
 _UINT64 = 2**64
 _MAX_PRIORITY = 2**31 - 1
 _LONGEST_TIMEOUT_SECONDS = 1e8
 """Three years. What is longer is as good as none, and may be too large for a clock."""
+
+Composition = list[tuple[AdapterVersion, float]]
+"""Versions and the scale of each."""
+
+_Place = tuple[int, str]
+"""Layer and module."""
+
+_REPLACING = frozenset({TargetPart.ROWS, TargetPart.TOKENS})
 
 
 def check_request(request: GenerateRequest) -> None:
@@ -65,6 +87,71 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidParameterError(
             f"end_id must be a token id, or -1 for none, got {request.end_id!r}", param="end_id"
         )
+
+
+def check_adapters(adapters: Sequence[AdapterChoice]) -> None:
+    """Raise InvalidParameterError for too many adapters, or a scale that is out of its range."""
+    if len(adapters) > MAX_ADAPTERS:
+        raise InvalidParameterError(
+            f"adapters has {len(adapters)} entries; at most {MAX_ADAPTERS} are allowed in one "
+            "request",
+            param="adapters",
+        )
+    for adapter in adapters:
+        if not abs(adapter.scale) <= MAX_SCALE:  # true for NaN, too
+            raise InvalidParameterError(
+                f"an adapter's scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got "
+                f"{adapter.scale:g}",
+                param="adapters",
+            )
+
+
+def compose(chosen: Composition, shapes: BaseShapes) -> Composition:
+    """Return the composition in the one order that identifies its KV cache.
+
+    With t_i the request's scales and W_i a weight W of the base with adapter i merged into it, the
+    request uses W + sum t_i (W_i - W): for LoRA that is the concatenation of the ranks, and it is
+    also defined for biases, DoRA and one whole copy. The order of the adapters has no meaning.
+
+    Each digest occurs once, with the sum of its scales, in ascending order; scale 0 is left out.
+    Raises UnsupportedFeatureError if one adapter replaces what another one changes.
+    """
+    scales: dict[str, list[float]] = {}
+    versions: dict[str, AdapterVersion] = {}
+    for version, scale in chosen:
+        versions.setdefault(version.digest, version)
+        scales.setdefault(version.digest, []).append(scale)
+    # fsum: with it the sum does not depend on the order either.
+    sums = {digest: math.fsum(scales[digest]) for digest in sorted(scales)}
+    composition = [(versions[digest], scale) for digest, scale in sums.items() if scale != 0.0]
+    # Of two adapters of which one replaces what the other changes, the last would win.
+    for (version, _), (other, _) in itertools.permutations(composition, 2):
+        contested = _replaced(version, shapes) & _changed(other)
+        if contested:
+            _, module = min(contested)
+            raise UnsupportedFeatureError(
+                f"adapters {version.name!r} and {other.name!r} cannot be composed: the first "
+                f"replaces rows of {module}, which the other changes too; use one of them, or "
+                f"adapters that leave {module} alone",
+                param="adapters",
+            )
+    return composition
+
+
+def _replaced(version: AdapterVersion, shapes: BaseShapes) -> set[_Place]:
+    """Return where an adapter replaces rows, including tied parameters."""
+    places = {
+        (target.layer, target.module)
+        for target in version.source.targets
+        if target.part in _REPLACING
+    }
+    if shapes.ties_embeddings and places:
+        places |= {(OUTSIDE_LAYERS, EMBEDDING), (OUTSIDE_LAYERS, LM_HEAD)}
+    return places
+
+
+def _changed(version: AdapterVersion) -> set[_Place]:
+    return {(target.layer, target.module) for target in version.source.targets}
 
 
 def admit(

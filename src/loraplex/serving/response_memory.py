@@ -93,14 +93,14 @@ def response_sizes(
     num_tokens = sampling.num_sequences * sampling.max_tokens
     num_repeated = sampling.n * num_prompt_tokens
     logits = vocab_size * logit_bytes
+    prompt_scores, scores = (
+        0 if num_top is None else (1 + num_top) * _LOGPROB_BYTES
+        for num_top in (sampling.prompt_logprobs, sampling.logprobs)
+    )
     return {
         "prompt": num_repeated * repeated_bytes,
-        "prompt_logprobs": num_repeated * _of_position(sampling.prompt_logprobs),
-        "logprobs": num_tokens * _of_position(sampling.logprobs),
+        "prompt_logprobs": num_repeated * prompt_scores,
+        "logprobs": num_tokens * scores,
         "return_context_logits": num_repeated * logits * sampling.return_prompt_logits,
         "return_generation_logits": num_tokens * logits * sampling.return_logits,
     }
-
-
-def _of_position(num_top: int | None) -> int:
-    return 0 if num_top is None else (1 + num_top) * _LOGPROB_BYTES

@@ -43,13 +43,12 @@ from loraplex.serving.adapter_cards import (
 from loraplex.serving.adapter_list import AdapterPage, AdapterQuery
 from loraplex.serving.adapter_usage import AdapterUsage, UsedAdapter
 from loraplex.serving.adapters.admin import CatalogAdmin
-from loraplex.serving.adapters.composition import compose
 from loraplex.serving.adapters.declared_adapters import DeclaredAdapters
 from loraplex.serving.adapters.declared_changes import DeclaredChanges
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
-from loraplex.serving.admission import admit, check_request, share_weight
+from loraplex.serving.admission import admit, check_request, compose, share_weight
 from loraplex.serving.backend import Health, ModelCard, vector_of
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.continuation import submitted
@@ -114,7 +113,7 @@ class Service:
         self._clock = clock
         self.adapter_usage = AdapterUsage()
         self._gate = TenantGate(clock, self.adapter_usage)
-        self._request_ids = itertools.count(1)
+        self.new_request_id: Callable[[], RequestId] = itertools.count(1).__next__
         self._is_started = False
         self.draining = Draining(clock, self._num_running, self._end_requests)
         self.adapter_admin = CatalogAdmin(
@@ -183,9 +182,6 @@ class Service:
                 stack.push_async_callback(self.declared.close)
             stack.push_async_callback(self._follower.close)
             stack.callback(self.draining.close)
-
-    def new_request_id(self) -> RequestId:
-        return next(self._request_ids)
 
     def health(self) -> Health:
         problems = (model.problem for model in self._models.values())

@@ -5,10 +5,11 @@ through threads' and loops' hand-overs too, and adds to it. When it ends it is p
 write it down. Nothing here decides anything.
 """
 
+import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -186,9 +187,8 @@ _current: contextvars.ContextVar[WireRequest | None] = contextvars.ContextVar(
 )
 
 
-def current_request() -> WireRequest | None:
-    """The request that the caller works for; None outside a server."""
-    return _current.get()
+current_request = _current.get
+"""Return the request that the caller works for; None outside a server."""
 
 
 def current_tenant() -> str:
@@ -197,34 +197,22 @@ def current_tenant() -> str:
     return "" if request is None else request.tenant
 
 
-class as_current:  # a context manager
+@contextlib.contextmanager
+def as_current(request: WireRequest) -> Iterator[None]:
     """Whatever runs inside, and what it starts, works for this request."""
-
-    __slots__ = ("_before", "_request")
-
-    def __init__(self, request: WireRequest) -> None:
-        self._request = request
-
-    def __enter__(self) -> WireRequest:
-        # No token: a generator that was left is closed in another context than it began in.
-        self._before = _current.get()
-        _current.set(self._request)
-        return self._request
-
-    def __exit__(self, *raised: object) -> None:
-        _current.set(self._before)
+    # No token: a generator that was left is closed in another context than it began in.
+    before = _current.get()
+    _current.set(request)
+    try:
+        yield
+    finally:
+        _current.set(before)
 
 
 def note_error(error: LoraplexError) -> None:
     """Note the error with which the current request ends."""
     if (request := current_request()) is not None:
         request.error = error
-
-
-def note_tenant(tenant: str) -> None:
-    """The current request was found to be this tenant's."""
-    if (request := current_request()) is not None:
-        request.tenant = tenant
 
 
 def note_request_id(request_id: str) -> None:

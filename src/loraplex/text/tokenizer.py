@@ -171,6 +171,10 @@ class LibraryTokenizer:
         backend.add_tokens(absent)
         self._backend = backend
         self._named = dict(special_tokens.named)
+        self.bos_token_id, self.eos_token_id, self.pad_token_id = (
+            None if (text := self._named.get(name)) is None else backend.token_to_id(text)
+            for name in ("bos_token", "eos_token", "pad_token")
+        )
         special_ids = {
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -186,18 +190,6 @@ class LibraryTokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self._vocabulary)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._named_id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._named_id("eos_token")
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._named_id("pad_token")
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -239,10 +231,6 @@ class LibraryTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._vocabulary.special_ids
-
-    def _named_id(self, name: str) -> int | None:
-        text = self._named.get(name)
-        return None if text is None else self._backend.token_to_id(text)
 
 
 def _cleans_up_spaces(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from loraplex.app.http_server import serving_http
 from loraplex.app.serving_process import bind
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.telemetry.connections import HttpConnections

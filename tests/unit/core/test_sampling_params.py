@@ -105,7 +105,7 @@ def test_every_default_is_in_its_range():
     """`validate` looks at other values only."""
     defaults = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
     for name in RANGES.keys() & defaults.keys():
-        low, high, _, is_above_low = RANGES[name]
+        low, high, _, is_above_low, _ = RANGES[name]
         default = defaults[name]
         assert default is None or (low < default if is_above_low else low <= default), name
         assert default is None or default <= high, name

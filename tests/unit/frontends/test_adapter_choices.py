@@ -5,8 +5,8 @@ import pytest
 
 from loraplex.core.adapter import AdapterChoice, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import InvalidParameterError
-from loraplex.core.request import MAX_ADAPTERS, check_adapters
 from loraplex.frontends.adapter_choices import read_choices
+from loraplex.serving.admission import MAX_ADAPTERS, check_adapters
 from support.naming import naming, refused
 
 

@@ -9,9 +9,9 @@ from starlette.responses import Response
 from loraplex.app.access import refusal
 from loraplex.core.errors import NotReadyError
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends import body_memory
+from loraplex.frontends import body_limits
 from loraplex.frontends.access import by_api_key
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.telemetry.telemetry import Telemetry
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -159,7 +159,7 @@ class TestLimits:
 
     def test_a_lease_counts_for_its_tenant(self, monkeypatch):
         memory = BodyMemory(100, 50)
-        monkeypatch.setattr(body_memory, "current_tenant", lambda: "a")
+        monkeypatch.setattr(body_limits, "current_tenant", lambda: "a")
         lease = memory.lease()
         lease.take(SMALL)
         assert memory.num_bytes == 0

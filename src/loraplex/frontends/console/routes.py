@@ -11,7 +11,7 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from loraplex.frontends.telemetry.routes import RecordedRoute
+from loraplex.frontends.middleware import RecordedRoute
 
 HOME = "/console/"
 _LEADING_HOME = ("/", "/console")

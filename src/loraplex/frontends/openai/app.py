@@ -9,6 +9,7 @@ from starlette.responses import Response
 from loraplex.core.errors import NotReadyError, RequestError
 from loraplex.core.version import __version__
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openai.absent_routes import absent_endpoints
 from loraplex.frontends.openai.adapter_usage import UsageEndpoints
 from loraplex.frontends.openai.adapters import AdapterEndpoints
@@ -37,7 +38,6 @@ from loraplex.frontends.openai.me import MeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
 from loraplex.frontends.openai.uploads import UploadEndpoints
 from loraplex.frontends.openapi.operation import ResponseDoc, described, json_of
-from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.wire_request import note_error
 

@@ -10,9 +10,8 @@ from starlette.responses import Response
 from loraplex.core.adapter import AdapterRef
 from loraplex.core.errors import InvalidParameterError, TokenOutOfVocabularyError
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import OpenAIContext, json_response
-from loraplex.frontends.openai.convert import begins_a_turn
+from loraplex.frontends.openai.convert import begins_a_turn, rendered_chat
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import (
     Detokenized,

@@ -19,18 +19,18 @@ from loraplex.core.output import (
     SequenceOutput,
     TokenLogprob,
 )
-from loraplex.core.request import GenerateRequest, check_adapters
+from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from loraplex.core.task import Generate
 from loraplex.frontends.adapter_choices import FIELD, read_choice, read_choices
 from loraplex.frontends.field_names import as_sent, named_as_sent
 from loraplex.frontends.openai.adapter_fields import ModelTarget
-from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
 from loraplex.frontends.openai.convert import (
     check_priority,
     load_policy,
     prompts,
+    rendered_chat,
 )
 from loraplex.frontends.openai.errors import ErrorDetail, error_body
 from loraplex.frontends.openai.generation import ENDS
@@ -52,6 +52,7 @@ from loraplex.frontends.openapi.operation import (
     json_body,
 )
 from loraplex.frontends.streams import until_disconnect, writing_work
+from loraplex.serving.admission import check_adapters
 from loraplex.serving.compare import (
     Compared,
     ComparedOutput,
@@ -429,7 +430,11 @@ class CompareEndpoints:
             prompt=prompt,
             task=Generate(sampling),
             load_policy=load_policy(body),
-            shown_special_ids=() if reading is None else reading.shown_ids,
+            shown_special_ids=(
+                ()
+                if reading is None
+                else reading.chat_format.shown_ids(has_tools=reading.tool_use is not None)
+            ),
             add_special_tokens=adds_special_tokens,
             priority=body.priority or 0,
             timeout_seconds=body.timeout_seconds,

@@ -35,11 +35,13 @@ from loraplex.frontends.openai.writers import (
 )
 from loraplex.frontends.openapi.operation import Parameter, with_error_responses
 from loraplex.frontends.streams import ClientDisconnectedError
-from loraplex.frontends.telemetry.request_ids import HEADER as REQUEST_ID_HEADER
-from loraplex.frontends.telemetry.request_ids import MAX_LENGTH as MAX_REQUEST_ID_LENGTH
-from loraplex.frontends.telemetry.request_ids import PATTERN as REQUEST_ID_PATTERN
-from loraplex.frontends.telemetry.request_ids import problem as id_problem
-from loraplex.frontends.telemetry.request_ids import request_id as usable_id
+from loraplex.frontends.telemetry.telemetry import (
+    MAX_REQUEST_ID_LENGTH,
+    REQUEST_ID_HEADER,
+    REQUEST_ID_PATTERN,
+    request_id_problem,
+    usable_request_id,
+)
 from loraplex.serving.backend import Backend, ModelCard, TextBackend
 from loraplex.serving.wire_request import note_request_id
 
@@ -227,7 +229,7 @@ def tagged_response(request: Request, body: msgspec.Struct) -> Response:
 def request_id(request: Request) -> str:
     """The client's x-request-id, or a generated one; always the same for one request."""
     if not hasattr(request.state, "request_id"):
-        request.state.request_id = usable_id(request.headers.get(REQUEST_ID_HEADER, ""))
+        request.state.request_id = usable_request_id(request.headers.get(REQUEST_ID_HEADER, ""))
     return str(request.state.request_id)
 
 
@@ -236,7 +238,7 @@ def adopt_request_id(request: Request, body_id: str | None) -> None:
     for one that is too long or that no header can hold."""
     if not body_id or REQUEST_ID_HEADER in request.headers:
         return
-    if wrong := id_problem(body_id, "request_id"):
+    if wrong := request_id_problem(body_id, "request_id"):
         raise InvalidRequestError(wrong, param="request_id")
     request.state.request_id = body_id
     note_request_id(body_id)
@@ -250,7 +252,7 @@ def responds_to_errors(endpoint: Endpoint, errors: ErrorWriter = OPENAI_ERRORS) 
         own_id = request_id(request)
         try:
             given_id = headers_of(request.scope).get(REQUEST_ID_HEADER)
-            if given_id and (wrong := id_problem(given_id)):
+            if given_id and (wrong := request_id_problem(given_id)):
                 raise InvalidRequestError(wrong)
             response = await endpoint(request)
         except (ClientDisconnectedError, ClientDisconnect):

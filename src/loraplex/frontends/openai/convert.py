@@ -1,8 +1,11 @@
-"""Conversion of a request body of `schema` to requests of the Backend: pure functions, and every
-refusal that needs no model.
+"""Conversion of a request body of `schema` to requests of the Backend, and every refusal that needs
+no model. The conversation of a chat becomes the text of the model's template, off the event loop.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -13,6 +16,7 @@ from loraplex.core.errors import (
     InvalidRequestError,
     UnsupportedFeatureError,
 )
+from loraplex.core.principal import Principal
 from loraplex.core.request import (
     REPEATED_BYTES,
     GenerateRequest,
@@ -22,8 +26,11 @@ from loraplex.core.request import (
 )
 from loraplex.core.sampling_params import MAX_N, SamplingParams
 from loraplex.core.task import Generate
+from loraplex.frontends.field_names import Reworded, as_sent
 from loraplex.frontends.openai.adapter_fields import ModelTarget, adapter_choices
-from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling
+from loraplex.frontends.openai.context import TextContext
+from loraplex.frontends.openai.errors import raise_all
+from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling, sent_names
 from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
@@ -33,7 +40,9 @@ from loraplex.frontends.openai.schema import (
     SamplingBody,
     TokenizeBody,
 )
+from loraplex.frontends.openai.tools import left_out, read_tool_use, read_tools, shown_tools
 from loraplex.frontends.openai.unsupported import refuse_unsupported
+from loraplex.serving.backend import ModelCard, TextBackend
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
 from loraplex.serving.text.chat_messages import with_calls_as_text, with_tools_described
 from loraplex.serving.text.completion_grammar import completion_grammar
@@ -152,7 +161,7 @@ def conversation(
     return Conversation(with_tools_described(given, tools, describes_form=is_generic), None)
 
 
-def chat_request(
+def requests_of_chat(
     body: ChatBody, target: ModelTarget, origin: Origin, reading: CompletionSyntax
 ) -> tuple[GenerateRequest, ...]:
     """The request for a checked body whose conversation has been rendered into the prompt."""
@@ -166,7 +175,7 @@ def chat_request(
             msgspec.structs.replace(sampling, grammar=grammar),
             reading.prompt,
             adapter_choices(body, target, origin.adapter)[0],
-            shown_special_ids=reading.shown_ids,
+            shown_special_ids=reading.chat_format.shown_ids(has_tools=reading.tool_use is not None),
             # The template has written them already.
             add_special_tokens=body.add_special_tokens is True,
             repeated_bytes=REPEATED_BYTES * bool(body.echo),
@@ -251,32 +260,29 @@ def chat_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
     """What the chat template reads: content as one text or text parts, all else as it came."""
     if not messages:
         raise InvalidParameterError("messages must hold at least one message", param="messages")
-    return [_shown(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _shown(message: Message, path: str) -> Mapping[str, Any]:
-    if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
-        where = f"{path}.tool_call_id"
-        raise InvalidRequestError(
-            f"{where} must be the id of the call whose result the message is", param=where
-        )
-    content = message.get("content")
-    if isinstance(content, str):
-        return message
-    if content is None:  # templates look whether there is content: not so in nothing but calls
-        return {**message, "content": None if message.get("tool_calls") else ""}
-    texts = [_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
-    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+    shown: list[Mapping[str, Any]] = []
+    for index, message in enumerate(messages):
+        path, content = f"messages[{index}]", message.get("content")
+        if message["role"] == "tool" and not isinstance(message.get("tool_call_id"), str):
+            where = f"{path}.tool_call_id"
+            raise InvalidRequestError(
+                f"{where} must be the id of the call whose result the message is", param=where
+            )
+        if isinstance(content, str):
+            shown.append(message)
+        elif content is None:
+            # Templates look whether there is content: not so in nothing but calls.
+            shown.append({**message, "content": None if message.get("tool_calls") else ""})
+        else:
+            texts = [_part_text(part, f"{path}.content[{i}]") for i, part in enumerate(content)]
+            parts = [{"type": "text", "text": text} for text in texts]
+            shown.append({**message, "content": parts})
+    return shown
 
 
 def begins_a_turn(body: ChatBody | TokenizeBody) -> bool:
     """Whether the template writes the beginning of the assistant's turn."""
     return body.add_generation_prompt is not False and not body.continue_final_message
-
-
-def output_role(body: ChatBody) -> str:
-    """Role of the generated message: the last one's, if that is continued."""
-    return "assistant" if begins_a_turn(body) else body.messages[-1]["role"]
 
 
 def echoed_message(body: ChatBody, role: str) -> str:
@@ -304,3 +310,101 @@ def _part_text(part: ContentPart, path: str) -> str:
     if text is None:
         raise InvalidRequestError(f"{path}.text is required", param=f"{path}.text")
     return text
+
+
+class ChatRequest(NamedTuple):
+    """The one request of a chat, and how its outputs are parsed."""
+
+    requests: tuple[GenerateRequest, ...]
+    reading: CompletionSyntax
+    reworded: Reworded
+    """Names the client's fields in an error."""
+    role: str = "assistant"
+    """Role of the generated message: the last one's, if that is continued."""
+    notes: tuple[str, ...] = ()
+    """What was left out of it."""
+
+
+async def chat_request(
+    context: TextContext, body: ChatBody, principal: Principal, origin: Origin
+) -> ChatRequest:
+    """Convert a body. Raises a RequestError for an invalid body, or one its template refuses."""
+    tool_use = None
+    if not body.tools and body.tool_choice is None:
+        check_chat(body)
+    else:
+        raise_all([lambda: check_chat(body), lambda: read_tools(body.tools)])
+        tool_use = read_tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    target = await context.options.dialect.target(context, body, principal)
+    reading = CompletionSyntax(
+        chat_format=target.model.chat,
+        tool_use=tool_use,
+        prompt=await rendered(context, body, target),
+        includes_reasoning=body.include_reasoning is not False,
+        separates_reasoning=body.separate_reasoning is not False,
+    )
+    requests = requests_of_chat(body, target, origin, reading)
+    return ChatRequest(
+        requests,
+        reading,
+        lambda error: as_sent(error, sent_names(body)),
+        "assistant" if begins_a_turn(body) else body.messages[-1]["role"],
+        left_out(body.tools) if body.tools else (),
+    )
+
+
+async def rendered(context: TextContext, body: ChatBody, target: ModelTarget) -> str:
+    """The conversation as the model's chat template writes it."""
+    arguments = {
+        "add_generation_prompt": begins_a_turn(body),
+        "continue_final_message": bool(body.continue_final_message),
+        "documents": body.documents,
+        **context.options.dialect.rendering(body),
+    }
+    tools = shown_tools(body) if body.tools else None
+    return await rendered_chat(context.backend, target.model, body.messages, tools, arguments)
+
+
+_INLINE_SIZE = 32 * 1024
+"""Smaller conversations are converted on the event loop: a thread's hand-over would cost more."""
+
+_VALUE_SIZE = 512
+"""Cost of a value in addition to its characters: the number of messages, more than their text, is
+what takes time to """
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+async def rendered_chat(
+    backend: TextBackend,
+    card: ModelCard,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] = _NOTHING,
+) -> str:
+    """The prompt text. arguments: of Backend.render_chat, where they win over what is said here.
+
+    Raises a RequestError for messages that cannot be shown, or that the template refuses.
+    """
+    show = functools.partial(conversation, messages, tools, card.chat)
+    is_long = is_longer((messages, tools, arguments), _INLINE_SIZE)
+    shown = await asyncio.to_thread(show) if is_long else show()
+    return await backend.model(card.name).render_chat(
+        shown.messages, **{"tools": shown.tools, **arguments}
+    )
+
+
+def is_longer(value: Any, size: int) -> bool:
+    """Whether messages and values of JSON are of more than this size; sees no more of them."""
+    unseen: list[Iterator[Any]] = [iter((value,))]
+    while unseen:
+        for item in unseen[-1]:
+            size -= _VALUE_SIZE + (len(item) if isinstance(item, str) else 0)
+            if size < 0:
+                return True
+            parts = item.values() if isinstance(item, Mapping) else item
+            unseen.append(iter(parts if isinstance(item, Mapping | list | tuple) else ()))
+            break
+        else:
+            unseen.pop()
+    return False

@@ -14,7 +14,6 @@ from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, adapter_field
-from loraplex.frontends.openai.chat import chat_request
 from loraplex.frontends.openai.context import (
     BY_HEADER,
     DIGESTS,
@@ -101,10 +100,9 @@ class GenerationEndpoints:
         body = await self._dialect.read(self._context, request, ChatBody)
         if body.request_id or body.rid:
             adopt_request_id(request, value_of(body, "request_id"))
-        requests, reading, _, notes = await chat_request(
+        requests, reading, _, role, notes = await convert.chat_request(
             self._context, body, principal, origin(self._context, request)
         )
-        role = convert.output_role(body)
         return await self._respond(
             request,
             principal,

@@ -15,7 +15,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
     UploadNotFoundError,
 )
-from loraplex.frontends.body_memory import passing_body
+from loraplex.frontends.body_limits import passing_body
 from loraplex.frontends.openai.body import declared_bytes, discard
 from loraplex.frontends.openai.context import OpenAIContext, json_response
 from loraplex.frontends.openapi.operation import (

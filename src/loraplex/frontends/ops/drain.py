@@ -16,9 +16,9 @@ from loraplex.core.errors import (
     PayloadTooLargeError,
 )
 from loraplex.frontends.access import Authenticate, principal_of
+from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openapi.operation import described, json_body, json_of
 from loraplex.frontends.ops.responses import json_response, responding_to_errors
-from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.draining import Draining, DrainReport
 
 MAX_TIMEOUT_SECONDS = 86_400.0

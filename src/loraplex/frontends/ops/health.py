@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from loraplex.core.stats import StepRecord
 from loraplex.frontends.access import Authenticate, everyone_is_local
+from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openapi.operation import (
     JSON,
     OF_NAMES,
@@ -30,7 +31,6 @@ from loraplex.frontends.ops.responses import (
     responding_to_errors,
 )
 from loraplex.frontends.ops.stats import ServerReport
-from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 

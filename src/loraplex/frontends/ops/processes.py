@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openapi.operation import OF_KEYS, described, json_of
 from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.ops.responses import for_operators, json_response, responding_to_errors
-from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 
 MAX_PROCESSES: Final = 1000

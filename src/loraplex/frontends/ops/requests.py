@@ -9,6 +9,7 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, principal_of
+from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openapi.operation import OF_KEYS, Parameter, described, json_of
 from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.ops.responses import json_response, number, responding_to_errors
@@ -18,7 +19,6 @@ from loraplex.frontends.telemetry.recent_requests import (
     RequestPage,
     RequestQuery,
 )
-from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.frontends.telemetry.telemetry import Telemetry
 
 _DEFAULT_LIMIT: Final = 100

@@ -12,9 +12,9 @@ from loraplex.core.errors import ModelNotFoundError, NotReadyError
 from loraplex.core.setting import SettingField, Settings, setting_fields
 from loraplex.core.url_secrets import without_url_secrets
 from loraplex.frontends.access import Authenticate
+from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openapi.operation import OF_KEYS, described, json_of
 from loraplex.frontends.ops.responses import for_operators, json_response, responding_to_errors
-from loraplex.frontends.telemetry.routes import RecordedRoute
 from loraplex.serving.backend import Backend
 
 MAX_ITEMS: Final = 100

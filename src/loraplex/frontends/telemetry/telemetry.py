@@ -1,6 +1,11 @@
-"""The one place that a request on any wire passes at its begin and at its end."""
+"""The one place that a request on any wire passes at its begin and at its end, and its ids.
+
+Headers: `x-request-id`; `traceparent` and `tracestate` (W3C Trace Context, level 1).
+"""
 
 import logging
+import random
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from loraplex.frontends.metric_families import Family, TableCollector, counter
-from loraplex.frontends.telemetry.request_ids import HEADER, random_id, request_id, trace_parent
-from loraplex.serving.wire_request import WireRequest
+from loraplex.serving.wire_request import TraceParent, WireRequest
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +84,9 @@ class Telemetry(TableCollector):
             method=method,
             path=path,
             client=client,
-            request_id=request_id(given) if (given := headers.get(HEADER)) else random_id(),
+            request_id=usable_request_id(given)
+            if (given := headers.get(REQUEST_ID_HEADER))
+            else random_id(),
             headers=headers,
             trace_of=trace_parent,
             on_begin=self._begin,
@@ -147,3 +153,68 @@ class Telemetry(TableCollector):
             for record in request.generations:
                 use.prompt_tokens += record.num_prompt_tokens
                 use.completion_tokens += record.num_output_tokens
+
+
+REQUEST_ID_HEADER = "x-request-id"
+MAX_REQUEST_ID_LENGTH = 256
+
+REQUEST_ID_PATTERN = "^[!-~]+$"
+"""Visible ASCII: it goes into headers and logs as it is."""
+
+
+_random = random.Random()
+"""Seeded by the system. Ids must be unique, but need not be unpredictable."""
+
+
+def random_id() -> str:
+    """Return 32 hexadecimal digits."""
+    return f"{_random.getrandbits(128):032x}"
+
+
+def request_id_problem(text: str, name: str = REQUEST_ID_HEADER) -> str:
+    """What is wrong with a client's id, as a sentence that calls it by `name`; empty: nothing."""
+    if len(text) > MAX_REQUEST_ID_LENGTH:
+        return f"{name} has {len(text)} characters; at most {MAX_REQUEST_ID_LENGTH} are allowed"
+    if not re.fullmatch(REQUEST_ID_PATTERN, text):
+        return f"{name} must be of visible ASCII characters, without blanks"
+    return ""
+
+
+def usable_request_id(given: str) -> str:
+    """The client's id if there is one that can be used, else one of ours."""
+    return given if given and not request_id_problem(given) else random_id()
+
+
+_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_MAX_TRACE_LENGTH = 512
+_SAMPLED = 0x01
+
+
+def trace_parent(headers: Mapping[str, str]) -> TraceParent:
+    """Where a request stands; without a usable `traceparent` it begins a trace of its own.
+
+    A later version's first four fields are read as ours, as the rule has it; version ff and ids
+    of zeros are not usable.
+    """
+    given = headers.get("traceparent")
+    if given is None:
+        return _new()
+    text = given.strip()
+    match = _PARENT.fullmatch(text) if len(text) <= _MAX_TRACE_LENGTH else None
+    if match is None:
+        return _new()
+    version, trace_id, span_id, flags, rest = match.groups()
+    is_usable = version != "ff" and not (version == "00" and rest)
+    if not is_usable or not int(trace_id, 16) or not int(span_id, 16):
+        return _new()
+    state = headers.get("tracestate", "")
+    return TraceParent(
+        trace_id,
+        span_id,
+        is_sampled=bool(int(flags, 16) & _SAMPLED),
+        state=state if len(state) <= _MAX_TRACE_LENGTH else "",
+    )
+
+
+def _new() -> TraceParent:
+    return TraceParent(random_id(), "")

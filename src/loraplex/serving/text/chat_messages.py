@@ -171,17 +171,20 @@ def with_calls_as_text(
     is_result = False
     """The message before is the text of a result."""
     for message in messages:
-        calls = _calls(message)
+        role = message.get("role")
+        calls = _calls(message) if message.get("tool_calls") else []
         if calls:
             names |= {call["id"]: call["name"] for call in calls}
-            shown.append(_with_calls(message, calls, syntax))
-        elif message.get("role") == "tool":
+            message = _with_calls(message, calls, syntax)
+        elif role == "tool":
             name = names.get(str(message.get("tool_call_id")), "a call")
             text = _joined(message.get("content"), f"Result of {name}:", False)
-            _add(shown, {"role": "user", "content": text}, joins=is_result)
+            message = {"role": "user", "content": text}
+        if is_result and not calls and role in ("tool", "user"):
+            shown[-1] = _together(shown[-1], message)
         else:
-            _add(shown, message, joins=is_result and message.get("role") == "user")
-        is_result = message.get("role") == "tool"
+            shown.append(message)
+        is_result = role == "tool"
     return shown
 
 
@@ -213,17 +216,12 @@ def _with_calls(
     return {**rest, "content": _joined(message.get("content"), text, True)}
 
 
-def _add(shown: list[Mapping[str, Any]], message: Mapping[str, Any], *, joins: bool) -> None:
-    """joins: the message becomes a part of the one before."""
-    if not joins:
-        shown.append(message)
-        return
-    before, content = shown[-1]["content"], message.get("content")
+def _together(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two messages as one."""
+    before, content = one["content"], other.get("content")
     if isinstance(before, str) and isinstance(content, str):
-        together: Any = f"{before}\n\n{content}"
-    else:
-        together = [*_parts(before), *_parts(content)]
-    shown[-1] = {**message, "content": together}
+        return {**other, "content": f"{before}\n\n{content}"}
+    return {**other, "content": [*_parts(before), *_parts(content)]}
 
 
 def _parts(content: Any) -> list[Any]:

@@ -37,11 +37,6 @@ class CompletionSyntax(msgspec.Struct, frozen=True, kw_only=True):
     def is_named(self) -> bool:
         return self.tool_use is not None and self.tool_use.is_named
 
-    @property
-    def shown_ids(self) -> tuple[int, ...]:
-        """The special tokens that have to stay in the text."""
-        return self.chat_format.shown_ids(has_tools=self.tool_use is not None)
-
     def reader(self) -> "CompletionReader":
         """One for each sequence."""
         return CompletionReader(self)

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.grpc.calls import (
     MAX_DETAILS,
     OPEN_RPCS,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from loraplex.core.principal import LOCAL
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.grpc import health
 from loraplex.frontends.kserve.grpc.calls import RpcCall
 

@@ -10,7 +10,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import by_api_key
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.grpc.server import GrpcLimits, GrpcServer
 from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.kserve.service import TritonService

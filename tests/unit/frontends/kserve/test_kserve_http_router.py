@@ -6,7 +6,7 @@ import pytest
 
 from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.telemetry.routes import RecordedRoute
+from loraplex.frontends.middleware import RecordedRoute
 from support.echo_service import EchoService
 
 NAMES = ["m", "a/b", "infer", "versions/1", "m/versions/2", "stats", "a\nb", "x.y", ""]

@@ -55,7 +55,7 @@ def convert_chat(**fields: Any) -> GenerateRequest:
     convert.check_chat(body)
     origin = convert.Origin("client-1", itertools.count(1).__next__)
     reading = CompletionSyntax(chat_format=ChatFormat(), tool_use=None, prompt="<s>user: hi")
-    [request] = checked(body, convert.chat_request(body, BASE, origin, reading))
+    [request] = checked(body, convert.requests_of_chat(body, BASE, origin, reading))
     return request
 
 

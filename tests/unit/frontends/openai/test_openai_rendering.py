@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.core.errors import InvalidRequestError
 from loraplex.frontends.openai import convert
-from loraplex.frontends.openai.chat import is_longer, rendered_chat
+from loraplex.frontends.openai.convert import is_longer, rendered_chat
 from loraplex.frontends.openai.schema import Message
 from support.echo_service import EchoService
 

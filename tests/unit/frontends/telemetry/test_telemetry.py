@@ -14,7 +14,6 @@ from loraplex.serving.wire_request import (
     begin_generation,
     current_request,
     note_error,
-    note_tenant,
 )
 
 REQUEST = GenerateRequest(request_id=1, model="m", prompt="x")
@@ -90,7 +89,6 @@ def test_any_thread_may_begin_and_end_one():
 def test_what_works_for_it_finds_it():
     request = begun(Telemetry())
     with as_current(request):
-        note_tenant("blue")
         note_error(QueueFullError("full"))
         record = begin_generation(REQUEST, "blue", 5)
     assert current_request() is None

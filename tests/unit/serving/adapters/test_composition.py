@@ -10,7 +10,7 @@ from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.version import AdapterVersion
 from loraplex.core.adapter import OUTSIDE_LAYERS, AdapterSource, LoraTarget, TargetPart
 from loraplex.core.errors import UnsupportedFeatureError
-from loraplex.serving.adapters.composition import compose
+from loraplex.serving.admission import compose
 from support.naming import naming
 
 UNTIED = BaseShapes(2, {"q_proj": (8, 8)}, vocab_size=50, hidden_size=8)

@@ -20,12 +20,11 @@ import msgspec
 from loraplex.core.errors import LoraplexError
 from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, without_key
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
 from loraplex.frontends.kserve.grpc.wire import MessageReader
 from loraplex.frontends.long_json import SENT_BYTES
-from loraplex.frontends.telemetry.request_ids import HEADER
-from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.frontends.telemetry.telemetry import REQUEST_ID_HEADER, Telemetry
 from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.wire_request import WireRequest, as_current
 
@@ -177,7 +176,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
             metadata = _texts(context.invocation_metadata() or ())
             request = begin("grpc", "", name, _address(context.peer()), metadata, route=name)
             # It is sent at the end of the call.
-            context.set_trailing_metadata(((HEADER, request.request_id),))
+            context.set_trailing_metadata(((REQUEST_ID_HEADER, request.request_id),))
             status, is_being_sent = _CANCELLED, False
             with as_current(request), contextlib.ExitStack() as stack:
                 try:

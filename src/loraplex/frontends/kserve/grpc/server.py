@@ -12,7 +12,7 @@ import msgspec
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, everyone_is_local
-from loraplex.frontends.body_memory import BodyMemory
+from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.grpc.calls import Authentication, Calls
 from loraplex.frontends.kserve.grpc.health import health_rpcs
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer

@@ -8,8 +8,7 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from loraplex.frontends.body_limits import off_loop
-from loraplex.frontends.body_memory import BodyLease
+from loraplex.frontends.body_limits import BodyLease, off_loop
 from loraplex.frontends.kserve.active import StreamScope
 from loraplex.frontends.kserve.errors import (
     FailedResponse,

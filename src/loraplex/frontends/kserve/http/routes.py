@@ -47,6 +47,7 @@ from loraplex.frontends.kserve.outputs import Wishes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
 from loraplex.frontends.long_json import encoded
+from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openapi.operation import (
     ANY_ERROR,
     JSON,
@@ -63,7 +64,6 @@ from loraplex.frontends.openapi.operation import (
     operation_of,
 )
 from loraplex.frontends.streams import ClientDisconnectedError, until_disconnect
-from loraplex.frontends.telemetry.routes import RecordedRoute
 
 Handler = Callable[[HttpRequest], Awaitable[ASGIApp]]
 

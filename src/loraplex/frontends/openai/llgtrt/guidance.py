@@ -18,8 +18,8 @@ from loraplex.core.task import Generate
 from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ModelTarget, adapter_choices
-from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import DIGESTS, OpenAIContext, request_id
+from loraplex.frontends.openai.convert import rendered_chat
 from loraplex.frontends.openai.generation import ENDS
 from loraplex.frontends.openai.llgtrt.dialect import DEFAULT_MAX_TOKENS
 from loraplex.frontends.openai.sampling import sampling_params

@@ -20,7 +20,6 @@ from loraplex.frontends.field_names import as_sent, named_as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, ModelTarget
 from loraplex.frontends.openai.body import validated
-from loraplex.frontends.openai.chat import rendered_chat
 from loraplex.frontends.openai.context import (
     BY_HEADER,
     DIGESTS,
@@ -28,6 +27,7 @@ from loraplex.frontends.openai.context import (
     json_response,
     request_id,
 )
+from loraplex.frontends.openai.convert import rendered_chat
 from loraplex.frontends.openai.errors import ErrorBody, error_response, wire_error, wire_row
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.lorax.schema import (

@@ -19,7 +19,6 @@ from loraplex.core.errors import (
 from loraplex.core.principal import Principal
 from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openai.adapter_fields import ModelTarget
-from loraplex.frontends.openai.chat import ChatRequest, chat_request, rendered
 from loraplex.frontends.openai.context import (
     BY_HEADER,
     DIGESTS,
@@ -28,6 +27,7 @@ from loraplex.frontends.openai.context import (
     json_response,
     request_id,
 )
+from loraplex.frontends.openai.convert import ChatRequest, chat_request, rendered
 from loraplex.frontends.openai.generation import origin
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api import convert, refusals
