@@ -42,16 +42,15 @@ class Datatype:
     """Format of one element for `struct` and numpy."""
     element: struct.Struct = LENGTH_PREFIX
     """One element, or the length before it where elements have no fixed size."""
-    has_json: bool = True
-    """FP16 and BF16 travel in binary only."""
     limits: tuple[float, float] = (0, 0)
     """The least and the greatest finite number."""
+    contents: str = ""
+    """Field of InferTensorContents with typed values; FP16 and BF16 travel in binary only."""
 
 
-def _row(name: str, code: str, *, has_json: bool = True) -> Datatype:
-    dtype = np.dtype(f"<{code}")
-    element = struct.Struct(f"<{code}")
-    return Datatype(name, f"TYPE_{name}", dtype, code, element, has_json, _limits(dtype))
+def _row(name: str, code: str, contents: str = "") -> Datatype:
+    dtype, element = np.dtype(f"<{code}"), struct.Struct(f"<{code}")
+    return Datatype(name, f"TYPE_{name}", dtype, code, element, _limits(dtype), contents)
 
 
 def _limits(dtype: np.dtype[Any]) -> tuple[float, float]:
@@ -68,20 +67,20 @@ DATATYPES: Mapping[str, Datatype] = MappingProxyType(
     {
         row.name: row
         for row in (
-            _row("BOOL", "?"),
-            _row("UINT8", "B"),
-            _row("UINT16", "H"),
-            _row("UINT32", "I"),
-            _row("UINT64", "Q"),
-            _row("INT8", "b"),
-            _row("INT16", "h"),
-            _row("INT32", "i"),
-            _row("INT64", "q"),
-            _row("FP16", "e", has_json=False),
-            _row("BF16", "H", has_json=False),
-            _row("FP32", "f"),
-            _row("FP64", "d"),
-            Datatype("BYTES", "TYPE_STRING", None),
+            _row("BOOL", "?", "bool_contents"),
+            _row("UINT8", "B", "uint_contents"),
+            _row("UINT16", "H", "uint_contents"),
+            _row("UINT32", "I", "uint_contents"),
+            _row("UINT64", "Q", "uint64_contents"),
+            _row("INT8", "b", "int_contents"),
+            _row("INT16", "h", "int_contents"),
+            _row("INT32", "i", "int_contents"),
+            _row("INT64", "q", "int64_contents"),
+            _row("FP16", "e"),
+            _row("BF16", "H"),
+            _row("FP32", "f", "fp32_contents"),
+            _row("FP64", "d", "fp64_contents"),
+            Datatype("BYTES", "TYPE_STRING", None, contents="bytes_contents"),
         )
     }
 )
@@ -148,19 +147,17 @@ class Tensor(msgspec.Struct, frozen=True, eq=False):
         return element.unpack_from(self.data, index * element.size)[0]
 
 
-def datatype_of(name: str, datatype: object) -> Datatype:
-    """The row of a data type's name, as a client spelled it for tensor `name`."""
+def form_of(
+    name: str, datatype: object, shape: Sequence[object]
+) -> tuple[Datatype, tuple[int, ...]]:
+    """Check what a client sent for tensor `name`: a data type, and a shape that is not too deep and
+    has no negative and no absurd dimension."""
     row = DATATYPES.get(datatype) if isinstance(datatype, str) else None
     if row is None:
         raise InvalidTensorError(
             f"tensor '{name}' has datatype {datatype!r}; the datatypes are {', '.join(DATATYPES)}",
             param=name,
         )
-    return row
-
-
-def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
-    """The shape of tensor `name`, checked: not too deep, no negative and no absurd dimension."""
     size = 1
     for dim in shape:
         if type(dim) is not int or dim < 0:
@@ -176,7 +173,7 @@ def shape_of(name: str, shape: Sequence[object]) -> tuple[int, ...]:
             f"{MAX_ELEMENTS} elements are allowed",
             param=name,
         )
-    return tuple(shape)  # type: ignore[arg-type]  # all are int by now
+    return row, tuple(shape)  # type: ignore[arg-type]  # all are int by now
 
 
 # ---------------------------------------------------------------- the binary form
@@ -186,8 +183,7 @@ def from_raw(
     name: str, datatype: object, shape: Sequence[object], data: bytes | memoryview
 ) -> Tensor:
     """A tensor from its raw bytes: little-endian, row-major, BYTES with length prefixes."""
-    row = datatype_of(name, datatype)
-    dims = shape_of(name, shape)
+    row, dims = form_of(name, datatype, shape)
     if row.wire_dtype is None:
         return Tensor(name, row.name, dims, strings=_split_strings(name, dims, data))
     _check_num_bytes(name, row, dims, len(data))
@@ -196,8 +192,7 @@ def from_raw(
 
 def check_raw_size(name: str, datatype: object, shape: Sequence[object], num_bytes: int) -> None:
     """Raise InvalidTensorError if no raw tensor of that type and shape has so many bytes."""
-    row = datatype_of(name, datatype)
-    dims = shape_of(name, shape)
+    row, dims = form_of(name, datatype, shape)
     if row.wire_dtype is not None:
         _check_num_bytes(name, row, dims, num_bytes)
 
@@ -255,9 +250,8 @@ def to_raw(tensor: Tensor) -> bytes:
 
 def from_json(name: str, datatype: object, shape: Sequence[object], data: object) -> Tensor:
     """A tensor from JSON `data`: a flat list in row-major order, or lists nested as the shape."""
-    dims = shape_of(name, shape)
-    row = datatype_of(name, datatype)
-    if not row.has_json:
+    row, dims = form_of(name, datatype, shape)
+    if not row.contents:
         raise InvalidTensorError(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data "
             f"format for input {name}",
@@ -283,8 +277,7 @@ def _flatten(name: str, data: object, depth: int, into: list[object]) -> None:
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence[object]) -> Tensor:
     """A tensor from Python values in row-major order; strings are encoded as UTF-8."""
-    row = datatype_of(name, datatype)
-    dims = shape_of(name, shape)
+    row, dims = form_of(name, datatype, shape)
     is_text = row.wire_dtype is None
     _check_count(name, dims, len(values), MAX_STRINGS if is_text else MAX_ELEMENTS)
     if row.wire_dtype is None:
@@ -366,7 +359,7 @@ def to_values(tensor: Tensor) -> list[Any]:
     Raises InvalidTensorError if BYTES are not UTF-8, and for a type that travels in binary only.
     """
     row = DATATYPES[tensor.datatype]
-    if not row.has_json:
+    if not row.contents:
         raise InvalidTensorError(
             f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data "
             f"format for output {tensor.name}",
@@ -382,7 +375,7 @@ def long_values(tensor: Tensor) -> Sequence[Any]:
     if math.prod(tensor.shape) <= _NUM_LISTED:
         return to_values(tensor)
     row = DATATYPES[tensor.datatype]
-    if row.wire_dtype is None or not row.has_json:
+    if row.wire_dtype is None or not row.contents:
         return LongList(to_values(tensor), piece_length=_NUM_LISTED)
     return LongList(_Numbers(tensor, row.code), piece_length=_NUM_LISTED)
 
@@ -406,21 +399,13 @@ class _Numbers(Sequence[Any]):
 
 
 def to_texts(name: str, elements: Sequence[bytes]) -> list[str]:
-    """Elements of BYTES tensor `name`, each as to_text."""
+    """Elements of BYTES tensor `name`. Raises InvalidTensorError if one is not UTF-8."""
     try:
         return [element.decode() for element in elements]
-    except UnicodeDecodeError:
-        return [to_text(name, element) for element in elements]
-
-
-def to_text(name: str, element: bytes) -> str:
-    """An element of BYTES tensor `name` as text. Raises InvalidTensorError if it is not UTF-8."""
-    try:
-        return element.decode()
     except UnicodeDecodeError as error:
         raise InvalidTensorError(
-            f"tensor '{name}' is not UTF-8 text: byte {error.start} of {element[:20]!r} cannot "
-            "be decoded",
+            f"tensor '{name}' is not UTF-8 text: byte {error.start} of {error.object[:20]!r} "
+            "cannot be decoded",
             param=name,
         ) from None
 

@@ -25,7 +25,7 @@ from loraplex.frontends.kserve.outputs import (
 from loraplex.frontends.kserve.shared_memory import Place, TenantMemory
 from loraplex.frontends.kserve.tensors import (
     Tensor,
-    datatype_of,
+    form_of,
     from_raw,
     from_values,
     to_raw,
@@ -33,21 +33,6 @@ from loraplex.frontends.kserve.tensors import (
 
 FINAL = "triton_final_response"
 
-_CONTENTS = {
-    "BOOL": "bool_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-"""Where the typed values of a data type stand; FP16 and BF16 have raw contents only."""
 _CHOICES = {
     bool: "bool_param",
     int: "int64_param",
@@ -116,8 +101,8 @@ def _inputs(
     tensors = []
     for entry, place in zip(entries, places, strict=True):
         if place is not None:
-            datatype = datatype_of(entry.name, entry.datatype).name
-            tensors.append(shared_tensor(entry.name, datatype, entry.shape[:], place, memory))
+            form = entry.name, entry.datatype, entry.shape[:]
+            tensors.append(shared_tensor(*form, place, memory))
         elif raw:
             tensors.append(_raw_input(message, entry, next(contents)))
         else:
@@ -140,23 +125,21 @@ def _raw_input(message: Any, entry: Any, data: bytes | memoryview) -> Tensor:
 
 
 def _typed_input(entry: Any) -> Tensor:
-    datatype = datatype_of(entry.name, entry.datatype).name
-    field = _CONTENTS.get(datatype)
-    if field is None:
+    row, dims = form_of(entry.name, entry.datatype, entry.shape[:])
+    if not row.contents:
         raise InvalidTensorError(
-            f"input '{entry.name}' is {datatype}; send it in raw_input_contents, there is no "
+            f"input '{entry.name}' is {row.name}; send it in raw_input_contents, there is no "
             "typed content for it",
             param=entry.name,
         )
     filled = [name.name for name, _ in entry.contents.ListFields()]
-    if any(name != field for name in filled):
+    if any(name != row.contents for name in filled):
         raise InvalidTensorError(
-            f"input '{entry.name}' is {datatype}: its values belong in {field}, got "
+            f"input '{entry.name}' is {row.name}: its values belong in {row.contents}, got "
             f"{', '.join(filled)}",
             param=entry.name,
         )
-    values = getattr(entry.contents, field)[:]
-    return from_values(entry.name, datatype, entry.shape[:], values)
+    return from_values(entry.name, row.name, dims, getattr(entry.contents, row.contents)[:])
 
 
 def encode_response(response: InferResponse, wishes: Wishes) -> Any:

@@ -23,7 +23,6 @@ from loraplex.frontends.kserve.outputs import (
     BINARY,
     INLINE,
     REGION,
-    OutputWish,
     Wishes,
     delivered,
     output_wish,
@@ -41,6 +40,7 @@ from loraplex.frontends.kserve.tensors import (
 from loraplex.frontends.long_json import encoded
 
 _LOGITS = ("context_logits", "generation_logits")
+_BINARY_OUTPUT = ("binary_data_output", "the request")
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -57,7 +57,7 @@ class _SentTensor(msgspec.Struct):
 class _InferDocument(msgspec.Struct):
     inputs: list[_SentTensor]
     outputs: list[_SentTensor] = []
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, Parameter] = {}
     id: str = ""
 
 
@@ -83,21 +83,33 @@ def decode_request(
     limits.check(text)
     document = _read(text)
     parameters = document.parameters
-    is_binary = _flag(parameters, "binary_data_output", "the request", otherwise=False)
+    is_binary = _flag(parameters, *_BINARY_OUTPUT, otherwise=False)
     default = BINARY if is_binary else INLINE
-    requested = _outputs(document.outputs, default, memory)
-    wishes = Wishes(memory, default, requested)
-    is_json = any(wishes.of(name) == INLINE for name in _LOGITS)
+    requested = {
+        output.name: output_wish(
+            output.name,
+            output.parameters,
+            is_binary=_flag(
+                output.parameters,
+                "binary_data",
+                f"output '{output.name}'",
+                otherwise=default.is_binary,
+            ),
+            memory=memory,
+        )
+        for output in document.outputs
+    }
+    is_json = any(requested.get(name, default) == INLINE for name in _LOGITS)
     request = InferRequest(
         model=model,
         version=version,
         request_id=document.id,
         inputs=_inputs(document.inputs, memoryview(body)[split:], memory),
         requested=tuple(requested),
-        parameters=_of_request(parameters),
+        parameters=parameters,
         logit_bytes=JSON_LOGIT_BYTES if is_json else BINARY_LOGIT_BYTES,
     )
-    return request, wishes
+    return request, Wishes(memory, default, requested)
 
 
 def _read(text: Bytes) -> _InferDocument:
@@ -119,6 +131,14 @@ def _explain(document: Mapping[str, Any]) -> None:
             param="inputs",
         )
     _check_entries(document, "inputs")
+    _flag(parameters := document.get("parameters", {}), *_BINARY_OUTPUT, otherwise=False)
+    for key, value in parameters.items():
+        if not isinstance(value, bool | int | float | str):
+            raise InvalidRequestError(
+                f"parameter '{key}' has invalid type. It should be either 'int', 'bool', "
+                "'double' or 'string'.",
+                param=key,
+            )
 
 
 def _header_length(header: str, body_length: int) -> int:
@@ -147,17 +167,6 @@ def _check_parameters(holder: Mapping[str, Any], owner: str, name: str | None = 
         raise InvalidRequestError(
             f"'parameters' of {whose} must be a JSON object", param="parameters"
         )
-
-
-def _of_request(parameters: Mapping[str, Any]) -> Mapping[str, Parameter]:
-    for key, value in parameters.items():
-        if not isinstance(value, bool | int | float | str):
-            raise InvalidRequestError(
-                f"parameter '{key}' has invalid type. It should be either 'int', 'bool', "
-                "'double' or 'string'.",
-                param=key,
-            )
-    return parameters
 
 
 def _check_entries(document: Mapping[str, Any], key: str) -> None:
@@ -225,24 +234,6 @@ def _check_data(entry: _SentTensor, size: object, num_left: int) -> None:
 
 
 # ---------------------------------------------------------------- outputs
-
-
-def _outputs(
-    entries: Sequence[_SentTensor], default: OutputWish, memory: TenantMemory
-) -> dict[str, OutputWish]:
-    """Requested outputs, in the client's order."""
-    requested = {}
-    for entry in entries:
-        is_binary = _flag(
-            entry.parameters,
-            "binary_data",
-            f"output '{entry.name}'",
-            otherwise=default.is_binary,
-        )
-        requested[entry.name] = output_wish(
-            entry.name, entry.parameters, is_binary=is_binary, memory=memory
-        )
-    return requested
 
 
 def _flag(parameters: Mapping[str, Any], key: str, owner: str, *, otherwise: bool) -> bool:
