@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import Final
 
-import msgspec
-
-from loraplex.cli.llgtrt import llgtrt
+from loraplex.cli.llgtrt import FLAGS, llgtrt
 from loraplex.compat import llgtrt as llgtrt_files
-from loraplex.core.support import Feature, Section, Support
+from loraplex.core.support import Feature, Section
 from tools import llgtrt_differences as differences
 from tools.markdown import command_features, page
 
@@ -34,7 +32,7 @@ _ROUTES: Final = (
 
 
 def sections() -> Iterator[Section]:
-    flags = tuple(_flag(feature) for feature in command_features(llgtrt))
+    flags = (*command_features(llgtrt), *FLAGS)
     yield Section("Flags", flags, "In addition, every setting has its flag.")
     for section in llgtrt_files.sections():
         yield Section(f"{section.title} in llgtrt.json5", section.rows, section.about)
@@ -42,14 +40,6 @@ def sections() -> Iterator[Section]:
     for section in differences.sections():
         about = "`--llgtrt-compat` restores the behaviour of llgtrt."
         yield Section(section.title, section.rows, about)
-
-
-def _flag(feature: Feature) -> Feature:
-    if feature.name == "--test-py":
-        return msgspec.structs.replace(
-            feature, support=Support.REFUSED, note="no Python plugin is run"
-        )
-    return msgspec.structs.replace(feature, is_ours=feature.name == "--llgtrt-compat")
 
 
 def llgtrt_page() -> str:

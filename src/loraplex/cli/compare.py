@@ -170,12 +170,9 @@ def _difference(versus: Mapping[str, Any]) -> str:
 
 
 def _pair(token: Mapping[str, Any]) -> str:
-    shown = ("below 20th" if v is None else f"{v:.2f}" for v in _logprobs(token))
+    logprobs = token["logprob"], token["base_logprob"]
+    shown = ("below 20th" if v is None else f"{v:.2f}" for v in logprobs)
     return f"({', '.join(shown)})"
-
-
-def _logprobs(token: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    return token["logprob"], token["base_logprob"]
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -97,7 +97,9 @@ def generate(
             stop=tuple(stop or ()),
             n=n,
             best_of=best_of,
-            beam=_beam(beam_width, length_penalty),
+            beam=BeamSearch(width=beam_width, length_penalty=length_penalty)
+            if beam_width != 1
+            else None,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             no_repeat_ngram_size=no_repeat_ngram_size,
@@ -161,10 +163,6 @@ def _complete(
 def _print_name(name: str | None, names: list[str | None]) -> None:
     if len(names) > 1:
         print(f"--- {name or BASE}")
-
-
-def _beam(width: int, length_penalty: float) -> BeamSearch | None:
-    return BeamSearch(width=width, length_penalty=length_penalty) if width != 1 else None
 
 
 def _grammar(schema: Path | None, regex: str | None, choice: list[str] | None) -> Grammar | None:

@@ -10,7 +10,13 @@ import typer
 
 from loraplex.cli.binding import warn_if_open, warn_of_visible_key
 from loraplex.cli.options import errors_to_exit_code
-from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
+from loraplex.cli.settings_flags import (
+    FlagTable,
+    environment_layers,
+    flag_layers,
+    with_settings,
+)
+from loraplex.compat.triton.setting_rows import Kind, here, refused, setting
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.config_layers import Layer, resolve
 from loraplex.core.errors import ConfigError
@@ -20,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PANEL: Final = "llgtrt"
 _SERVER: Final[Mapping[str, Any]] = {
     "host": "0.0.0.0",
     "http_port": 3000,
@@ -32,66 +37,61 @@ _SERVER: Final[Mapping[str, Any]] = {
 _COMPAT: Final[Mapping[str, Any]] = {"dialect": "llgtrt_compat", "health_needs_key": True}
 _PORTS: Final = {"grpc_port": "grpc", "metrics_port": "metrics"}
 """A flag of one of these ports opens it."""
-
-
-def _option(*names: str, text: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=_PANEL, **more)
+_PRINTED: Final = ("print_config", "print_complete_config", "print_chat_template")
+_TEXT, _SWITCH = Kind.TEXT, Kind.BOOL
+_ROWS: Final = (
+    setting("host", _TEXT, reason="Address to bind (default: 0.0.0.0)"),
+    setting("port", Kind.WHOLE, "http_port", "Port for all of HTTP (default: 3000)"),
+    setting("tokenizer", _TEXT, reason="Folder of tokenizer files (default: the engine's)"),
+    here("config", _TEXT, "Path of a llgtrt.json5; repeatable: later ones win"),
+    setting("chat_template", _TEXT, reason="Jinja file (default: chat_template.j2 of the engine)"),
+    setting("lora_root", _TEXT, reason="Folder whose adapters are named by their path in it"),
+    here("api_key", _TEXT, "API key for all routes; safer in LORAPLEX_API_KEYS"),
+    here("debug", _SWITCH, "Log level debug"),
+    here("debug_llg", _SWITCH, "Log level debug"),
+    here("quiet", _SWITCH, "Log level warning"),
+    here(
+        "llgtrt_compat", _SWITCH, "Respond exactly as llgtrt does, defects included", is_ours=True
+    ),
+    here("print_config", _SWITCH, "Print the configuration in effect, and exit"),
+    here("print_complete_config", _SWITCH, "Print it with the tokenizer's configuration, and exit"),
+    here("print_chat_template", _SWITCH, "Print the chat template, and exit"),
+    refused("test_py", "no Python plugin is run"),
+)
+_TABLE: Final = FlagTable(
+    "llgtrt",
+    _ROWS,
+    short={
+        "host": "-H",
+        "port": "-p",
+        "tokenizer": "-T",
+        "config": "-C",
+        "debug": "-d",
+        "debug_llg": "-D",
+        "quiet": "-q",
+    },
+    kinds={
+        **dict.fromkeys(("tokenizer", "chat_template", "lora_root"), Path),
+        "port": int,
+        "config": list[Path],
+        "test_py": bool,
+    },
+)
+FLAGS: Final = _TABLE.features
+"""llgtrt's flags other than --engine."""
 
 
 @with_settings()
+@_TABLE.added_to
 def llgtrt(
     engine: Annotated[
         Path,
-        _option("--engine", "-E", text="Hugging Face folder, or one of `loraplex compat build`."),
-    ],
-    host: Annotated[
-        str | None, _option("--host", "-H", text="Address to bind (default: 0.0.0.0).")
-    ] = None,
-    port: Annotated[
-        int | None, _option("--port", "-p", text="Port for all of HTTP (default: 3000).")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        _option("--tokenizer", "-T", text="Folder of tokenizer files (default: the engine's)."),
-    ] = None,
-    config: Annotated[
-        list[Path] | None,
-        _option("--config", "-C", text="Path of a llgtrt.json5; repeatable: later ones win."),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        _option("--chat-template", text="Jinja file (default: chat_template.j2 of the engine)."),
-    ] = None,
-    lora_root: Annotated[
-        Path | None,
-        _option("--lora-root", text="Folder whose adapters are named by their path in it."),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        _option("--api-key", text="API key for all routes; safer in LORAPLEX_API_KEYS."),
-    ] = None,
-    debug: Annotated[bool, _option("--debug", "-d", text="Log level debug.")] = False,
-    debug_llg: Annotated[bool, _option("--debug-llg", "-D", text="Log level debug.")] = False,
-    quiet: Annotated[bool, _option("--quiet", "-q", text="Log level warning.")] = False,
-    compat: Annotated[
-        bool,
-        _option("--llgtrt-compat", text="Respond exactly as llgtrt does, defects included."),
-    ] = False,
-    print_config: Annotated[
-        bool, _option("--print-config", text="Print the configuration in effect, and exit.")
-    ] = False,
-    print_complete_config: Annotated[
-        bool,
-        _option(
-            "--print-complete-config", text="Print it with the tokenizer's configuration, and exit."
+        typer.Option(
+            *("--engine", "-E"),
+            help="Hugging Face folder, or one of `loraplex compat build`.",
+            rich_help_panel="llgtrt",
         ),
-    ] = False,
-    print_chat_template: Annotated[
-        bool, _option("--print-chat-template", text="Print the chat template, and exit.")
-    ] = False,
-    test_py: Annotated[
-        bool, _option("--test-py", text="Refused: no Python plugin is run.")
-    ] = False,
+    ],
     **settings: Any,
 ) -> None:
     """Serve a model with llgtrt's flags, llgtrt.json5 and requests, on port 3000."""
@@ -99,25 +99,31 @@ def llgtrt(
     from loraplex.compat.llgtrt import read_config  # noqa: PLC0415
 
     with errors_to_exit_code():
-        if test_py:
+        theirs, ours = _TABLE.split(settings)
+        if "test_py" in theirs:
             raise ConfigError("--test-py: no Python plugin is run here, so there is none to test")
-        files = read_config(engine, config or [])
-        own = {
-            "host": host,
-            "http_port": port,
-            "lora_root": lora_root and str(lora_root),
-            "tokenizer": tokenizer and str(tokenizer),
-            "chat_template": chat_template and str(chat_template),
-            "log_level": _log_level(debug=debug or debug_llg, quiet=quiet),
-            **(_COMPAT if compat else {}),
-        }
-        given = {name: value for name, value in {**settings, **own}.items() if value is not None}
-        resolved = build_config(engine, list(files.layers(_name(engine))), given)
-        if print_config or print_complete_config or print_chat_template:
-            complete = None if print_config else tokenizer or engine
-            _print(files, resolved.models[_name(engine)], complete, print_chat_template)
+        files = read_config(engine, theirs.get("config", []))
+        resolved = build_config(
+            engine, list(files.layers(_name(engine))), {**ours, **_as_settings(theirs)}
+        )
+        if theirs.keys().isdisjoint(_PRINTED):
+            _serve(resolved, files, theirs.get("api_key"))
             return
-        _serve(resolved, files, api_key)
+        complete = None if "print_config" in theirs else theirs.get("tokenizer", engine)
+        _print(files, resolved.models[_name(engine)], complete, "print_chat_template" in theirs)
+
+
+def _as_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of llgtrt's flags. Raises ConfigError for flags that exclude others."""
+    debug, quiet = not theirs.keys().isdisjoint(("debug", "debug_llg")), "quiet" in theirs
+    if debug and quiet:
+        raise ConfigError("--debug and --quiet: give one of them")
+    values = ((row.setting, theirs.get(row.key)) for row in _ROWS if row.setting)
+    return {
+        **{name: str(v) if isinstance(v, Path) else v for name, v in values if v is not None},
+        **({"log_level": "debug" if debug else "warning"} if debug or quiet else {}),
+        **(_COMPAT if "llgtrt_compat" in theirs else {}),
+    }
 
 
 def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Config:
@@ -148,12 +154,6 @@ def build_config(engine: Path, files: list[Layer], flags: dict[str, Any]) -> Con
 def _name(engine: Path) -> str:
     """Return the model's name for our own routes; llgtrt's requests may use any name."""
     return engine.absolute().name or "model"
-
-
-def _log_level(*, debug: bool, quiet: bool) -> str | None:
-    if debug and quiet:
-        raise ConfigError("--debug and --quiet: give one of them")
-    return "debug" if debug else "warning" if quiet else None
 
 
 def _print(

@@ -41,10 +41,6 @@ _MAX_LINES: Final = 1000
 """Maximum number of lines in the file of the history."""
 
 
-def history_file() -> Path:
-    return state_directory("") / "chat_history"
-
-
 @contextlib.contextmanager
 def line_editing(
     completions: Callable[[str], Sequence[str]], history: Path | None
@@ -410,7 +406,7 @@ def run(
                 raise ConfigError("standard input is empty: it is the message")
             session.reply(text)
             return
-        history = None if no_history else history_file()
+        history = None if no_history else state_directory("") / "chat_history"
         stack.enter_context(line_editing(session.completions, history))
         print("Type a message; /help lists the commands, /bye ends.")
         session.run()

@@ -117,15 +117,16 @@ class FlagTable:
         rows: Iterable[SettingRow],
         *,
         short: Mapping[str, str] = {},
-        lists: Container[str] = (),
+        kinds: Mapping[str, Any] = {},
         has_opposites: bool = False,
     ) -> None:
-        """panel: title above the flags in --help. short: further names, by key. lists: keys of
-        flags that may be repeated. has_opposites: a switch has a `--no-` flag, too."""
+        """panel: title above the flags in --help. short: further names, by key. kinds: types of
+        values that are neither texts nor switches, by key. has_opposites: a switch has a `--no-`
+        flag, too."""
         self.rows = tuple(rows)
         self._panel = panel
         self._short = short
-        self._lists = lists
+        self._kinds = kinds
         self._has_opposites = has_opposites
 
     @property
@@ -155,7 +156,7 @@ class FlagTable:
         names_setting = row.setting and not row.reason
         note = f"as --{SETTINGS[row.setting].flag}" if names_setting else row.feature.note
         short = (self._short[row.key],) if row.key in self._short else ()
-        return Feature(flag_of(row), row.support, note, other_names=short)
+        return Feature(*(flag_of(row), row.support, note), other_names=short, is_ours=row.is_ours)
 
     def _parameter(self, row: SettingRow) -> inspect.Parameter:
         feature = self._feature(row)
@@ -167,5 +168,5 @@ class FlagTable:
             help=words[0].upper() + words[1:],
             rich_help_panel=self._panel,
         )
-        kind: Any = bool if is_switch else list[str] if row.key in self._lists else str
+        kind = self._kinds.get(row.key, bool if is_switch else str)
         return optional_flag(row.key, kind, option)

@@ -112,7 +112,7 @@ _TABLE: Final = FlagTable(
     "vLLM",
     _ROWS,
     short={"data_parallel_size": "-dp", "api_server_count": "-asc"},
-    lists=("served_model_name", "lora_modules", "api_key"),
+    kinds=dict.fromkeys(("served_model_name", "lora_modules", "api_key"), list[str]),
     has_opposites=True,
 )
 _MANY_VALUES: Final = (SERVED_MODEL_NAME, LORA_MODULES)

@@ -143,3 +143,10 @@ def test_the_device_is_found_by_default(engine, served):
     run("-E", engine)
     run("-E", engine, "--device", "cpu")
     assert [config.models["engine"].device for config, _ in served] == ["auto", "cpu"]
+
+
+def test_flags_of_settings_that_llgtrt_has_by_another_name(engine, served):
+    run("-E", engine, "--http-port", 7, "--log-level", "error")
+    run("-E", engine, "--http-port", 7, "--log-level", "error", "-p", 8, "-q")
+    found = [(config.server.http_port, config.server.log_level) for config, _ in served]
+    assert found == [(7, "error"), (8, "warning")]
