@@ -147,9 +147,8 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
     seen = SeenFiles(state_dir)
     files = files_at(place) if request.tensors is None else []
     identities, context = identities_of(files), _context(request, files)
-    known = None
-    if files and not request.reads_again:
-        known = _known_report(state_dir, seen.find(identities, context))
+    found = None if request.reads_again else seen.find(identities, context)
+    known = _known_report(state_dir, found)
     ends["look_up"] = time.perf_counter()
     if known is not None:
         return msgspec.structs.replace(known, was_known=True, seconds=_durations(ends))

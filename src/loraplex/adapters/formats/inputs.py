@@ -71,6 +71,7 @@ class PeftFolder(AdapterInput):
         if weights is None:
             raise InvalidAdapterError(f"{folder} has neither {' nor '.join(peft.WEIGHTS_NAMES)}")
         self._weights = folder / weights
+        self.files = (folder / CONFIG_NAME, self._weights)
         self.end_tokens, self._unread = read_end_tokens(folder, limits.max_header_bytes)
 
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:

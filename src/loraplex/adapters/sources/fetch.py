@@ -70,14 +70,14 @@ class _FetchNote(msgspec.Struct, frozen=True):
 
 
 def files_at(place: Path) -> list[Path]:
-    """Return the files that there are of those that an adapter at a place may be read from.
+    """Return the files that an adapter at a place may be read from, without those that are missing.
 
-    Raises OSError for a folder that cannot be listed.
+    Raises OSError.
     """
     if not os.path.isdir(place):
         return [place] if os.path.exists(place) else []
-    named = [place / name for name in FILE_NAMES]
-    return [*filter(os.path.exists, named), *gguf_files_of(place)]
+    named = filter(os.path.exists, (place / name for name in FILE_NAMES))
+    return [*named, *gguf_files_of(place)]
 
 
 def local_path(text: str, policy: SourcePolicy, state_dir: Path) -> Path:
