@@ -4,6 +4,7 @@ import asyncio
 import datetime
 import json
 import logging
+import time
 
 import httpx
 import pytest
@@ -386,7 +387,9 @@ async def values(service, name):
 async def test_summaries_and_histograms_are_there_if_they_are_wanted(backend):
     config = MetricsConfig(summary_latencies=True, histogram_latencies=True, quantiles=(0.5, 0.99))
     service = TritonService(backend, metrics=config)
+    started = time.monotonic()
     await traffic(service, backend)
+    elapsed = time.monotonic() - started
     phases = ("request", "queue", "compute_input", "compute_infer", "compute_output")
     for phase in phases:
         name = f"nv_inference_{phase}_summary_us"
@@ -404,10 +407,7 @@ async def test_summaries_and_histograms_are_there_if_they_are_wanted(backend):
     assert counts == sorted(counts)
     assert counts[-1] == 3  # two successes, and a stream that was left after one
     (milliseconds,) = (await values(service, f"{name}_sum")).values()
-    assert (
-        milliseconds * 1000
-        < 3 * sum((await values(service, "nv_inference_request_duration_us")).values()) + 10_000
-    )
+    assert milliseconds <= 3 * 1000 * elapsed
 
 
 async def test_latencies_without_counters(backend):
