@@ -46,7 +46,6 @@ from loraplex.serving.draining import Draining
 from loraplex.serving.response_memory import ResponseMemory
 
 DOCUMENT_PATH = "/openapi.json"
-_KSERVE, _BELOW_KSERVE = "/v2", "/v2/"
 
 
 def http_app(
@@ -99,8 +98,7 @@ def http_app(
         ],
         exception_handlers={HTTPException: _no_such_route},
     )
-    every = kserve_first(PathRouter(kserve), app)
-    behind = guarded(every, authenticate, settings, [page.path for page in pages])
+    behind = guarded(PathRouter(kserve, app), authenticate, settings, [page.path for page in pages])
     return RequestMiddleware(
         served_as_known_hosts(behind, settings, has_keys=has_keys),
         reporting.telemetry,
@@ -177,20 +175,6 @@ async def _no_such_route(request: Request, error: Exception) -> Response:
         assert error.headers is not None
         return refused_method(request, error.headers["Allow"])
     return refused_route(request)
-
-
-def kserve_first(kserve: ASGIApp, others: ASGIApp) -> ASGIApp:
-    """Return an app that passes KServe's paths by the other front ends' routes.
-
-    Finding a route there took as long as handling the request.
-    """
-
-    def routed(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        path = scope.get("path", "")
-        is_kserve = scope["type"] == "http" and (path.startswith(_BELOW_KSERVE) or path == _KSERVE)
-        return (kserve if is_kserve else others)(scope, receive, send)
-
-    return routed
 
 
 def openai_options(settings: ServerConfig, dialect: ApiDialect, *, has_keys: bool) -> OpenAIOptions:

@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
-from loraplex.core.errors import InvalidRequestError, LoraplexError, UnsupportedFeatureError
+from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.kserve.active import ActiveRequest, ActiveRequests, StreamScope
@@ -178,18 +178,6 @@ class TritonService:
             tensorrt_llm_collector(self.catalog, self.backend),
             self.counts.token_metrics,
         ]
-
-    def check_is_unary(
-        self, principal: Principal, model: str, version: str, end_point: str
-    ) -> None:
-        """Raise UnsupportedFeatureError if a model may give any number of responses.
-
-        end_point: the caller that takes exactly one, in the words of Triton's own error.
-        """
-        if self.catalog.find(model, version, principal).is_decoupled:
-            raise UnsupportedFeatureError(
-                f"{end_point} doesn't support models with decoupled transaction policy"
-            )
 
     async def _admit(
         self,

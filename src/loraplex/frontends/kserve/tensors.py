@@ -173,6 +173,11 @@ def form_of(
             f"{MAX_ELEMENTS} elements are allowed",
             param=name,
         )
+    if row.wire_dtype is None and (count := math.prod(shape)) > MAX_STRINGS:  # type: ignore[arg-type]
+        raise InvalidTensorError(
+            f"tensor '{name}' has {count} elements; at most {MAX_STRINGS} of BYTES are allowed",
+            param=name,
+        )
     return row, tuple(shape)  # type: ignore[arg-type]  # all are int by now
 
 
@@ -211,7 +216,6 @@ def _split_strings(name: str, dims: tuple[int, ...], data: bytes | memoryview) -
     """The elements of a BYTES tensor: each a 32-bit length and so many bytes."""
     elements: list[bytes] = []
     expected = math.prod(dims)
-    _check_count(name, dims, expected, MAX_STRINGS)
     offset = 0
     num_bytes = len(data)
     while offset < num_bytes and len(elements) <= expected:
@@ -225,7 +229,8 @@ def _split_strings(name: str, dims: tuple[int, ...], data: bytes | memoryview) -
                 name, f"element {len(elements)} says {length} bytes, {num_bytes - start} are left"
             )
         elements.append(bytes(data[start:offset]))
-    _check_count(name, dims, len(elements))
+    if len(elements) != expected:
+        raise _wrong_count(name, dims, len(elements))
     return elements
 
 
@@ -257,49 +262,37 @@ def from_json(name: str, datatype: object, shape: Sequence[object], data: object
             f"format for input {name}",
             param=name,
         )
-    values: list[object] = []
-    _flatten(name, data, max(len(dims), 1), values)
+    values = _flattened(name, data, max(len(dims), 1))
     return from_values(name, row.name, dims, values)
 
 
-def _flatten(name: str, data: object, depth: int, into: list[object]) -> None:
+def _flattened(name: str, data: object, depth: int) -> list[object]:
     if not isinstance(data, list) or depth == 0:
         raise InvalidTensorError(
             f"the data of tensor '{name}' must be a list of values, flat or nested as its shape",
             param=name,
         )
     if not any(isinstance(item, list) for item in data):
-        into.extend(data)
-        return
-    for item in data:
-        _flatten(name, item, depth - 1, into)
+        return data
+    return [value for item in data for value in _flattened(name, item, depth - 1)]
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: Sequence[object]) -> Tensor:
     """A tensor from Python values in row-major order; strings are encoded as UTF-8."""
     row, dims = form_of(name, datatype, shape)
-    is_text = row.wire_dtype is None
-    _check_count(name, dims, len(values), MAX_STRINGS if is_text else MAX_ELEMENTS)
+    if len(values) != math.prod(dims):
+        raise _wrong_count(name, dims, len(values))
     if row.wire_dtype is None:
         return Tensor(name, datatype, dims, strings=_encoded(name, values))
     _check_types(name, row, row.wire_dtype.kind, values)
     return Tensor(name, datatype, dims, struct.pack(f"<{len(values)}{row.code}", *values))
 
 
-def _check_count(
-    name: str, dims: tuple[int, ...], count: int, max_count: int = MAX_ELEMENTS
-) -> None:
-    expected = math.prod(dims)
-    if count != expected:
-        raise InvalidTensorError(
-            f"tensor '{name}' has {count} elements; its shape {list(dims)} takes {expected}",
-            param=name,
-        )
-    if count > max_count:
-        raise InvalidTensorError(
-            f"tensor '{name}' has {count} elements; at most {max_count} of BYTES are allowed",
-            param=name,
-        )
+def _wrong_count(name: str, dims: tuple[int, ...], count: int) -> InvalidTensorError:
+    return InvalidTensorError(
+        f"tensor '{name}' has {count} elements; its shape {list(dims)} takes {math.prod(dims)}",
+        param=name,
+    )
 
 
 def _encoded(name: str, values: Sequence[object]) -> list[bytes]:

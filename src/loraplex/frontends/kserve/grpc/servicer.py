@@ -85,9 +85,8 @@ class TritonServicer(AdminRpcs):
     async def ModelInfer(self, data: bytes, call: RpcCall) -> Any:
         memory = TenantMemory(self._service.memory, call.principal.tenant)
         infer_request, wishes = decode_request(*await self._infer_reader.read(data), memory)
-        self._service.check_is_unary(
-            call.principal, infer_request.model, infer_request.version, "ModelInfer RPC"
-        )
+        named = infer_request.model, infer_request.version
+        self._service.catalog.find(*named, call.principal, end_point="ModelInfer RPC")
         response = await self._service.infer(infer_request, call.principal)
         call.responses.count(response.num_bytes)
         return await off_loop(response.num_bytes, lambda: encode_response(response, wishes))

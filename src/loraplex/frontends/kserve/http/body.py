@@ -1,5 +1,6 @@
 """Bodies: their length, content encodings, and JSON in and out."""
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,18 +17,13 @@ from loraplex.frontends.streams import ClientDisconnectedError
 DEFAULT_MAX_BODY_BYTES = 64 * 1024 * 1024
 ENCODINGS = ("gzip", "deflate")
 _IDENTITY = "identity"
-_MAX_LENGTH_DIGITS = 19
+LENGTH = re.compile("[0-9]{1,18}")
+"""A number of bytes that is not absurd, in a header."""
 _CHUNK_BYTES = 64 * 1024
 _MAX_GZIP_MEMBERS = 10_000
 """Members of one body: the shortest has 20 empty bytes, so a limit of bytes is not enough."""
 Bytes = bytes | bytearray
 _GZIP_WINDOW = 16 + zlib.MAX_WBITS
-
-
-def length_of(header: str) -> int | None:
-    """A number of bytes; None if it is none, or absurd."""
-    is_number = header.isascii() and header.isdigit() and len(header) < _MAX_LENGTH_DIGITS
-    return int(header) if is_number else None
 
 
 def too_large(max_bytes: int) -> PayloadTooLargeError:
@@ -155,8 +151,8 @@ class HttpRequest(msgspec.Struct, frozen=True):
 
         Raises PayloadTooLargeError as soon as that is known, and ClientDisconnectedError.
         """
-        declared = length_of(self.headers.get("content-length", "0"))
-        if declared is not None and declared > max_bytes:
+        declared = self.headers.get("content-length", "")
+        if LENGTH.fullmatch(declared) and int(declared) > max_bytes:
             raise too_large(max_bytes)
         body = bytearray()  # it grows in place: joining chunks would copy all of them at once
         while True:

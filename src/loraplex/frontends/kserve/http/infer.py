@@ -12,7 +12,7 @@ import msgspec
 from loraplex.core.errors import InvalidParameterError, InvalidRequestError, InvalidTensorError
 from loraplex.core.request import BINARY_LOGIT_BYTES
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
-from loraplex.frontends.kserve.http.body import Bytes, length_of, parse_object
+from loraplex.frontends.kserve.http.body import LENGTH, Bytes, parse_object
 from loraplex.frontends.kserve.messages import (
     JSON_LOGIT_BYTES,
     InferRequest,
@@ -81,7 +81,11 @@ def decode_request(
     split = len(body) if header_length is None else _header_length(header_length, len(body))
     text = body[:split]
     limits.check(text)
-    document = _read(text)
+    try:
+        document = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _explain(parse_object(text))
+        raise InvalidRequestError(f"failed to parse the request JSON buffer: {error}") from None
     parameters = document.parameters
     is_binary = _flag(parameters, *_BINARY_OUTPUT, otherwise=False)
     default = BINARY if is_binary else INLINE
@@ -112,14 +116,6 @@ def decode_request(
     return request, Wishes(memory, default, requested)
 
 
-def _read(text: Bytes) -> _InferDocument:
-    try:
-        return _DECODER.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _explain(parse_object(text))
-        raise InvalidRequestError(f"failed to parse the request JSON buffer: {error}") from None
-
-
 def _explain(document: Mapping[str, Any]) -> None:
     """Raise InvalidRequestError, in Triton's words or ours, for what is no _InferDocument."""
     _check_parameters(document, "the request")
@@ -142,8 +138,8 @@ def _explain(document: Mapping[str, Any]) -> None:
 
 
 def _header_length(header: str, body_length: int) -> int:
-    length = length_of(header)
-    if length is None or not 0 < length <= body_length:
+    length = int(header) if LENGTH.fullmatch(header) else 0
+    if not 0 < length <= body_length:
         raise InvalidRequestError(
             f"{HEADER_LENGTH} is {header[:40]!r}; it must be the length of the JSON part, in "
             f"[1, {body_length}]"

@@ -73,6 +73,7 @@ _JSON_LENGTH = Parameter(
     HEADER_LENGTH, "Bytes of JSON, where binary data follow it; absent where none do."
 )
 
+_NOT_FOUND = json_response({"error": "Not Found"}, 404)
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client has gone; only logs show it."""
 
@@ -175,7 +176,7 @@ class Resource:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         handler = self._handlers.get(method)
         if not self._handlers:
-            response: ASGIApp = json_response({"error": "Not Found"}, 404)
+            response: ASGIApp = _NOT_FOUND
         elif handler is None:
             not_allowed = json_response({"error": "Method Not Allowed"}, 405)
             not_allowed.headers["Allow"] = ", ".join(self._handlers)
@@ -276,7 +277,7 @@ class KServeApi:
     async def infer(self, request: HttpRequest) -> WholeResponse:
         """Tensors in, tensors out."""
         model, version, principal = request.model, request.version, request.principal
-        self._service.check_is_unary(principal, model, version, "HTTP end point")
+        self._service.catalog.find(model, version, principal, end_point="HTTP end point")
         body: Bytes = await request.body(self._max_body_bytes)
         if encoding := request.headers.get("content-encoding", ""):
             body = await asyncio.to_thread(decompress, body, encoding, self._max_body_bytes)
@@ -381,11 +382,13 @@ _MAX_KEPT = 256
 class PathRouter:
     """An ASGI application: of the routes, in their order, the first whose pattern a path has.
 
-    Most patterns end with a word. A path is held against those that end as it does, and against
-    those whose end may be anything. Recent lookups are cached: clients use few paths.
+    Other paths are passed to another application: finding a route there takes as long as a request
+    here. Most patterns end with a word. A path is held against those that end as it does, and
+    against those whose end may be anything. Recent lookups are cached: clients use few paths.
     """
 
-    def __init__(self, routes: Sequence[Route]) -> None:
+    def __init__(self, routes: Sequence[Route], others: ASGIApp = _NOT_FOUND) -> None:
+        self._others = others
         ends = [(_end(route.path), route) for route in routes]
         self._by_end = {
             word: tuple(route for end, route in ends if end in (word, _ANY)) for word, _ in ends
@@ -394,9 +397,10 @@ class PathRouter:
         self._found = functools.lru_cache(_MAX_KEPT)(self._find)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        found = self._found(scope["path"])
+        path = scope.get("path", "")
+        found = self._found(path) if path.startswith("/v2") and scope["type"] == "http" else None
         if found is None:
-            return json_response({"error": "Not Found"}, 404)(scope, receive, send)
+            return self._others(scope, receive, send)
         scope["route"], scope["path_params"] = found
         return found[0].app(scope, receive, send)
 

@@ -10,7 +10,13 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import InvalidRequestError, LoraplexError, ModelNotFoundError, cut
+from loraplex.core.errors import (
+    InvalidRequestError,
+    LoraplexError,
+    ModelNotFoundError,
+    UnsupportedFeatureError,
+    cut,
+)
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.version import __version__
 from loraplex.frontends.kserve.errors import NotFoundError
@@ -225,8 +231,14 @@ class Catalog:
             names |= {each.name for each in _parts(model, declared.values())}
         self._control.unload(names)
 
-    def find(self, name: str, version: str = "", principal: Principal = LOCAL) -> TritonModel:
-        """Raises ModelNotFoundError in Triton's words, with the names that there are."""
+    def find(
+        self, name: str, version: str = "", principal: Principal = LOCAL, *, end_point: str = ""
+    ) -> TritonModel:
+        """Raises ModelNotFoundError in Triton's words, with the names that there are.
+
+        end_point: what takes exactly one response, in the words of Triton's own error. Raises
+        UnsupportedFeatureError if the model may give any number of them.
+        """
         self._refresh()
         model = self._models.get(name)
         if model is not None and principal is not LOCAL:  # _refresh runs for LOCAL
@@ -247,6 +259,10 @@ class Catalog:
                 f"Request for unknown model: '{name}' version {version} is not found; the version "
                 f"is {model.version}",
                 param="model",
+            )
+        if end_point and model.is_decoupled:
+            raise UnsupportedFeatureError(
+                f"{end_point} doesn't support models with decoupled transaction policy"
             )
         return model
 

@@ -78,7 +78,10 @@ def read_inputs(
         _check_tensor(row, model, tensor, has_batch)
         if row.field:
             used[row.field] = tensor
-    batch_size = _batch_size(model, sent, max_batch_size)
+    sizes = {tensor.shape[0] for _, tensor in sent.values()}
+    batch_size = max(sizes, default=0)
+    if len(sizes) > 1 or batch_size > max(max_batch_size, 1) or 0 in sizes:
+        raise _wrong_batch(model, [tensor for _, tensor in sent.values()], max_batch_size)
     elements = [Inputs(kind, used, index, batch_size) for index in range(batch_size)]
     missing = [name for name in kind.required_inputs if name not in sent]
     if missing and not (elements and elements[0].first("stop")):
@@ -157,26 +160,15 @@ def _fits(row: InputSpec, dims: tuple[int, ...]) -> bool:
     )
 
 
-def _batch_size(
-    model: str, sent: Mapping[str, tuple[InputSpec, Tensor]], max_batch_size: int
-) -> int:
-    sizes = {tensor.shape[0] for _, tensor in sent.values()}
-    if not sizes:
-        return 0
-    if len(sizes) > 1:
-        raise _unequal_batches(model, [tensor for _, tensor in sent.values()])
-    batch_size = sizes.pop()
-    if not 1 <= batch_size <= max(max_batch_size, 1):
-        raise InvalidTensorError(
-            f"inference request batch-size must be <= {max_batch_size} for '{model}', and at "
-            f"least 1; it is {batch_size}"
-        )
-    return batch_size
-
-
-def _unequal_batches(model: str, tensors: Sequence[Tensor]) -> InvalidTensorError:
+def _wrong_batch(model: str, tensors: Sequence[Tensor], max_batch_size: int) -> InvalidTensorError:
+    """Return the error of tensors whose batch sizes differ, or are not allowed."""
     first = tensors[0]
-    other = next(tensor for tensor in tensors if tensor.shape[0] != first.shape[0])
+    other = next((tensor for tensor in tensors if tensor.shape[0] != first.shape[0]), None)
+    if other is None:
+        return InvalidTensorError(
+            f"inference request batch-size must be <= {max_batch_size} for '{model}', and at "
+            f"least 1; it is {first.shape[0]}"
+        )
     return InvalidTensorError(
         f"input '{other.name}' batch size does not match other inputs for '{model}': it "
         f"is {other.shape[0]}, that of '{first.name}' is {first.shape[0]}",
