@@ -5,12 +5,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NoReturn
 
 import msgspec
 
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import RequestOutput, ResolvedAdapter, SequenceOutput
 from loraplex.frontends.kserve.active import ActiveRequest, merged
+from loraplex.frontends.kserve.errors import vllm_failure
 from loraplex.frontends.kserve.messages import (
     InferRequest,
     InferResponse,
@@ -23,7 +25,6 @@ from loraplex.frontends.kserve.models.kinds import BackendDialect
 from loraplex.frontends.kserve.models.output_tensors import output_tensors, without_batch
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.statistics import Recording
-from loraplex.frontends.kserve.submission import raise_in_dialect
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.frontends.kserve.token_metrics import TokenTimes
 from loraplex.frontends.streams import done
@@ -313,3 +314,10 @@ def select(
     the model has none."""
     kept = [tensor for tensor in tensors if tensor.name in requested] if requested else tensors
     return tuple(kept if model.max_batch_size else without_batch(model.kind, kept))
+
+
+def raise_in_dialect(model: TritonModel, error: LoraplexError) -> NoReturn:
+    """Raise the error; one of the vLLM backend's requests becomes a response with a text."""
+    if model.kind.dialect is not BackendDialect.VLLM:
+        raise error
+    raise vllm_failure(error) from error

@@ -13,8 +13,13 @@ from loraplex.core.errors import (
     PayloadTooLargeError,
     RequestError,
 )
-from loraplex.frontends.kserve.http.body import compress, decompress, parse_object
-from loraplex.frontends.kserve.http.infer import decode_request, encode_response
+from loraplex.frontends.kserve.http.body import (
+    compress,
+    decode_request,
+    decompress,
+    encode_response,
+    parse_object,
+)
 from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.shared_memory import SharedMemory, TenantMemory
 from loraplex.frontends.kserve.tensors import numbers, strings

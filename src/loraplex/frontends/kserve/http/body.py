@@ -1,4 +1,8 @@
-"""Bodies: their length, content encodings, and JSON in and out."""
+"""Bodies: their length, content encodings, and JSON in and out.
+
+The body of POST .../infer is a JSON object, and after it, in order, the bytes of the tensors that
+have `binary_data_size`; the header Inference-Header-Content-Length has the length of the JSON.
+"""
 
 import re
 import zlib
@@ -9,9 +13,40 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
+from loraplex.core.errors import (
+    InvalidParameterError,
+    InvalidRequestError,
+    InvalidTensorError,
+    PayloadTooLargeError,
+)
 from loraplex.core.principal import Principal
-from loraplex.frontends.long_json import send_pieces
+from loraplex.core.request import BINARY_LOGIT_BYTES
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits
+from loraplex.frontends.kserve.messages import (
+    JSON_LOGIT_BYTES,
+    InferRequest,
+    InferResponse,
+    Parameter,
+)
+from loraplex.frontends.kserve.outputs import (
+    BINARY,
+    INLINE,
+    REGION,
+    Wishes,
+    delivered,
+    output_wish,
+    place_of,
+    shared_tensor,
+)
+from loraplex.frontends.kserve.shared_memory import TenantMemory
+from loraplex.frontends.kserve.tensors import (
+    Tensor,
+    from_json,
+    from_raw,
+    long_values,
+    to_raw,
+)
+from loraplex.frontends.long_json import encoded, send_pieces
 from loraplex.frontends.streams import ClientDisconnectedError
 
 DEFAULT_MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -189,3 +224,240 @@ class WholeResponse:
         del scope, receive
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         await send_pieces(self._pieces, send)
+
+
+_LOGITS = ("context_logits", "generation_logits")
+_BINARY_OUTPUT = ("binary_data_output", "the request")
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class _SentTensor(msgspec.Struct):
+    """An element of `inputs` or `outputs`."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+    datatype: Any = None
+    shape: Any = None
+    data: Any = msgspec.UNSET
+
+
+class _InferDocument(msgspec.Struct):
+    inputs: list[_SentTensor]
+    outputs: list[_SentTensor] = []
+    parameters: dict[str, Parameter] = {}
+    id: str = ""
+
+
+_DECODER = msgspec.json.Decoder(_InferDocument)
+
+
+def decode_request(
+    body: Bytes,
+    header_length: str | None,
+    *,
+    model: str,
+    version: str,
+    memory: TenantMemory,
+    limits: JsonLimits = DEFAULT_JSON_LIMITS,
+) -> tuple[InferRequest, Wishes]:
+    """The request, and how its outputs are wanted.
+
+    Raises InvalidRequestError, InvalidTensorError, PayloadTooLargeError for too much JSON, and
+    NotFoundError for a shared memory region.
+    """
+    split = len(body) if header_length is None else _header_length(header_length, len(body))
+    text = body[:split]
+    limits.check(text)
+    try:
+        document = _DECODER.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _explain(parse_object(text))
+        raise InvalidRequestError(f"failed to parse the request JSON buffer: {error}") from None
+    parameters = document.parameters
+    is_binary = _flag(parameters, *_BINARY_OUTPUT, otherwise=False)
+    default = BINARY if is_binary else INLINE
+    requested = {
+        output.name: output_wish(
+            output.name,
+            output.parameters,
+            is_binary=_flag(
+                output.parameters,
+                "binary_data",
+                f"output '{output.name}'",
+                otherwise=default.is_binary,
+            ),
+            memory=memory,
+        )
+        for output in document.outputs
+    }
+    is_json = any(requested.get(name, default) == INLINE for name in _LOGITS)
+    request = InferRequest(
+        model=model,
+        version=version,
+        request_id=document.id,
+        inputs=_inputs(document.inputs, memoryview(body)[split:], memory),
+        requested=tuple(requested),
+        parameters=parameters,
+        logit_bytes=JSON_LOGIT_BYTES if is_json else BINARY_LOGIT_BYTES,
+    )
+    return request, Wishes(memory, default, requested)
+
+
+def _explain(document: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError, in Triton's words or ours, for what is no _InferDocument."""
+    _check_parameters(document, "the request")
+    _check_entries(document, "outputs")
+    request_id_of(document)
+    if "inputs" not in document:
+        raise InvalidRequestError(
+            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
+            param="inputs",
+        )
+    _check_entries(document, "inputs")
+    _flag(parameters := document.get("parameters", {}), *_BINARY_OUTPUT, otherwise=False)
+    for key, value in parameters.items():
+        if not isinstance(value, bool | int | float | str):
+            raise InvalidRequestError(
+                f"parameter '{key}' has invalid type. It should be either 'int', 'bool', "
+                "'double' or 'string'.",
+                param=key,
+            )
+
+
+def _header_length(header: str, body_length: int) -> int:
+    length = int(header) if LENGTH.fullmatch(header) else 0
+    if not 0 < length <= body_length:
+        raise InvalidRequestError(
+            f"{HEADER_LENGTH} is {header[:40]!r}; it must be the length of the JSON part, in "
+            f"[1, {body_length}]"
+        )
+    return length
+
+
+def request_id_of(document: Mapping[str, Any]) -> str:
+    request_id = document.get("id", "")
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(
+            f"'id' must be a string, got {type(request_id).__name__}", param="id"
+        )
+    return request_id
+
+
+def _check_parameters(holder: Mapping[str, Any], owner: str, name: str | None = None) -> None:
+    """owner, name: what the holder is, and what it is called if it has a name."""
+    if not isinstance(holder.get("parameters", {}), dict):
+        whose = owner if name is None else f"{owner} '{name}'"
+        raise InvalidRequestError(
+            f"'parameters' of {whose} must be a JSON object", param="parameters"
+        )
+
+
+def _check_entries(document: Mapping[str, Any], key: str) -> None:
+    """Check that `inputs` or `outputs` are objects, each with a name."""
+    entries = document.get(key, [])
+    if not isinstance(entries, list):
+        raise InvalidRequestError(f"'{key}' must be a list of objects", param=key)
+    for entry in entries:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise InvalidRequestError(
+                f"every element of '{key}' must be an object with a string 'name'", param=key
+            )
+    for entry in entries:
+        _check_parameters(entry, key.removesuffix("s"), entry["name"])
+
+
+# ---------------------------------------------------------------- inputs
+
+
+def _inputs(
+    entries: Sequence[_SentTensor], blob: memoryview, memory: TenantMemory
+) -> tuple[Tensor, ...]:
+    tensors = []
+    offset = 0
+    for entry in entries:
+        name, size = entry.name, entry.parameters.get("binary_data_size")
+        place = place_of(name, entry.parameters) if REGION in entry.parameters else None
+        if place is None:
+            _check_data(entry, size, len(blob) - offset)
+        if not isinstance(entry.shape, list):
+            raise InvalidTensorError(
+                f"input '{name}' must have a 'shape': a list of integers", param=name
+            )
+        if place is not None:
+            tensor = shared_tensor(name, entry.datatype, entry.shape, place, memory)
+        elif size is None:
+            tensor = from_json(name, entry.datatype, entry.shape, entry.data)
+        else:
+            data = blob[offset : offset + size]
+            tensor = from_raw(name, entry.datatype, entry.shape, data)
+            offset += size
+        tensors.append(tensor)
+    if offset != len(blob):
+        raise InvalidRequestError(
+            f"unexpected additional input data: {len(blob)} bytes follow the JSON, the inputs' "
+            f"'binary_data_size' sum up to {offset}"
+        )
+    return tuple(tensors)
+
+
+def _check_data(entry: _SentTensor, size: object, num_left: int) -> None:
+    """Raise InvalidTensorError without data, and for more binary data than are left."""
+    if size is None:
+        if entry.data is msgspec.UNSET:
+            raise InvalidTensorError(
+                f"input '{entry.name}' has neither 'data' nor a parameter 'binary_data_size'",
+                param=entry.name,
+            )
+    elif type(size) is not int or not 0 <= size <= num_left:
+        raise InvalidTensorError(
+            f"'binary_data_size' of input '{entry.name}' is {size!r}; {num_left} bytes of binary "
+            "data are left for it",
+            param=entry.name,
+        )
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def _flag(parameters: Mapping[str, Any], key: str, owner: str, *, otherwise: bool) -> bool:
+    """owner: whose parameters they are."""
+    value = parameters.get(key, otherwise)
+    if not isinstance(value, bool):
+        raise InvalidParameterError(
+            f"the parameter '{key}' of {owner} must be true or false, got {repr(value)[:40]}",
+            param=key,
+        )
+    return value
+
+
+def encode_response(
+    response: InferResponse, wishes: Wishes
+) -> tuple[list[bytes | memoryview], int | None]:
+    """(pieces of the body, length of its JSON part; None if there is nothing else)."""
+    outputs: list[dict[str, Any]] = []
+    blobs: list[bytes | memoryview] = []
+    for output in delivered(response.outputs, wishes):
+        tensor = output.tensor
+        entry: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+        }
+        if output.is_in_message and output.wish.is_binary:
+            blobs.append(raw := tensor.data or to_raw(tensor))
+            entry["parameters"] = {"binary_data_size": len(raw)}
+        elif output.is_in_message:
+            entry["data"] = long_values(tensor)
+        outputs.append(entry)
+    header = encoded(_described(response, outputs))
+    return [*header, *blobs], sum(map(len, header)) if blobs else None
+
+
+def _described(response: InferResponse, outputs: Sequence[object]) -> dict[str, Any]:
+    document: dict[str, Any] = {"id": response.request_id} if response.request_id else {}
+    document["model_name"] = response.model
+    document["model_version"] = response.version
+    if response.parameters:
+        document["parameters"] = dict(response.parameters)
+    document["outputs"] = outputs
+    return document

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
 from loraplex.frontends.body_limits import off_loop
 from loraplex.frontends.kserve.errors import as_loraplex_error, message_of, status_of
-from loraplex.frontends.kserve.http.infer import request_id_of
+from loraplex.frontends.kserve.http.body import request_id_of
 from loraplex.frontends.kserve.messages import (
     JSON_LOGIT_BYTES,
     InferRequest,

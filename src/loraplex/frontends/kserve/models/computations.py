@@ -8,13 +8,13 @@ from typing import Final
 import numpy as np
 
 from loraplex.core.errors import InvalidTensorError, TokenOutOfVocabularyError
+from loraplex.frontends.kserve.models.convert import word_biases
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.kinds import (
     LENGTHS,
     POSTPROCESSING,
     PREPROCESSING,
 )
-from loraplex.frontends.kserve.models.sampling import word_biases
 from loraplex.frontends.kserve.models.texts import ModelTexts
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings

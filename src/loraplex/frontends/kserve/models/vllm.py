@@ -118,8 +118,9 @@ def _text(value: Any) -> str:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    """A single text is one of them, whatever it looks like."""
-    return (value,) if isinstance(value, str) else tuple(_text(item) for item in _list(value))
+    """A single text is one of them, whatever it looks like. Empty ones are left out."""
+    items = [value] if isinstance(value, str) else [_text(item) for item in _list(value)]
+    return tuple(filter(None, items))
 
 
 def _integers(value: Any) -> tuple[int, ...]:
@@ -166,7 +167,8 @@ OTHER_PARAMETERS = frozenset(row.name for row in REQUEST_PARAMETERS if row.name 
 TRITON_PREFIX = "triton_"
 """Prefix of Triton's further parameters."""
 
-DEFAULT_MAX_TOKENS = 16
+_PARAMETERS = frozenset(SamplingParams.__struct_fields__)
+"""Their names, values and defaults are those of vLLM's fields."""
 _NO_SEED = -1
 _RETURNED = (
     "finish_reason",
@@ -277,42 +279,28 @@ def vllm_sampling(fields: Mapping[str, Any]) -> SamplingParams:
 
     Raises InvalidParameterError.
     """
-    seed = fields.get("seed", _NO_SEED)
+    values = {name: value for name, value in fields.items() if name in _PARAMETERS}
+    if values.get("seed") == _NO_SEED:
+        del values["seed"]
     return SamplingParams(
-        max_tokens=fields.get("max_tokens", DEFAULT_MAX_TOKENS),
-        min_tokens=fields.get("min_tokens", 0),
-        temperature=fields.get("temperature", 1.0),
-        top_k=fields.get("top_k", 0),
-        top_p=fields.get("top_p", 1.0),
-        min_p=fields.get("min_p", 0.0),
-        repetition_penalty=fields.get("repetition_penalty", 1.0),
-        presence_penalty=fields.get("presence_penalty", 0.0),
-        frequency_penalty=fields.get("frequency_penalty", 0.0),
-        seed=None if seed == _NO_SEED else seed,
-        stop=tuple(text for text in fields.get("stop", ()) if text),
-        stop_token_ids=fields.get("stop_token_ids", ()),
-        include_stop_in_output=fields.get("include_stop_str_in_output", False),
-        bad_words=tuple(text for text in fields.get("bad_words", ()) if text),
-        allowed_token_ids=fields.get("allowed_token_ids", ()),
-        ignore_eos=fields.get("ignore_eos", False),
-        logprobs=fields.get("logprobs"),
-        skip_special_tokens=fields.get("skip_special_tokens", True),
-        logit_bias=_logit_bias(fields.get("logit_bias", {})),
-        grammar=_grammar(fields),
-        **_sequences(fields),
+        **values
+        | {
+            "include_stop_in_output": fields.get("include_stop_str_in_output", False),
+            "logit_bias": _logit_bias(fields.get("logit_bias", {})),
+            "grammar": _grammar(fields),
+        }
+        | (_beams(fields) if fields.get("use_beam_search", False) else {})
     )
 
 
-def _sequences(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _beams(fields: Mapping[str, Any]) -> dict[str, Any]:
     n, best_of = fields.get("n", 1), fields.get("best_of")
-    if not fields.get("use_beam_search", False):
-        return {"n": n, "best_of": best_of}
     beam = BeamSearch(
         width=n if best_of is None else best_of,
         length_penalty=fields.get("length_penalty", 1.0),
         early_stopping=_EARLY_STOPPING[fields.get("early_stopping", False)],
     )
-    return {"n": n, "beam": beam}
+    return {"best_of": None, "beam": beam}
 
 
 def _logit_bias(biases: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
