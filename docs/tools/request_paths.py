@@ -294,15 +294,18 @@ def with_numbers(text: str, baseline: Mapping[str, Any]) -> str:
     """Return ARCHITECTURE.md with the sizes of the paths.
 
     Each path is an item that names functions on it; the number after a function is how many are
-    entered until the next one. Raises ValueError for a function that is not on the path.
+    entered until the next one. Raises ValueError for a function that is not on the path, or not
+    after the ones before it.
     """
     for kind in PATHS:
         entered = [line.split()[1] for line in baseline[kind]["entered"]]
         files = {name.partition(":")[0] for name in entered}
         names = [name.rpartition("/")[2] for name in entered]
         [old] = re.findall(rf"(?ms)^- \*\*{kind}\*\*.*?(?=^- |^$)", text)
-        starts = [*map(names.index, re.findall(r"`(\S+:\S+)`", old)), len(names)]
-        sizes = (end - start for start, end in itertools.pairwise(starts))
+        starts = [0]
+        for name in re.findall(r"`(\S+:\S+)`", old)[1:]:
+            starts.append(names.index(name, starts[-1]))
+        sizes = (end - start for start, end in itertools.pairwise((*starts, len(names))))
         texts = re.split(r"\d+(?= functions| files|,|$)", old, flags=re.M)
         pairs = itertools.zip_longest(texts, (len(names), len(files), *sizes), fillvalue="")
         text = text.replace(old, "".join(f"{before}{number}" for before, number in pairs))
