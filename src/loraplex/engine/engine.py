@@ -48,7 +48,7 @@ from loraplex.engine.messages import (
 )
 from loraplex.engine.runner import AdapterLoader, RankProbes, Runner, StepHandle
 from loraplex.engine.step_marker import MAX_STEPS, StepMarker
-from loraplex.engine.step_record import ended_record, launched_record
+from loraplex.engine.step_record import ended_record
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
@@ -145,7 +145,7 @@ class Engine:
     def adapter_activity(self) -> AdapterActivity:
         """Return the place and the use of each adapter."""
         return self._adapters.activity(
-            self._scheduler.num_running_by_adapter(), self._scheduler.num_waiting_by_adapter()
+            self._scheduler.adapters.running, self._scheduler.num_waiting_by_adapter()
         )
 
     def pin_adapter(self, digest: str) -> None:
@@ -154,13 +154,13 @@ class Engine:
         Raises AdapterNotFoundError, or AdapterTooLargeError if others would then not fit.
         """
         self._take(PinAdapter(0, digest))
-        self._scheduler.pin(self._adapters.handle(digest))
+        self._scheduler.adapters.pin(self._adapters.handle(digest))
 
     def unpin_adapter(self, digest: str) -> None:
         """Undo pin_adapter. An unknown one is fine."""
         self._take(UnpinAdapter(digest))
         if digest in self._adapters:
-            self._scheduler.unpin(self._adapters.handle(digest))
+            self._scheduler.adapters.unpin(self._adapters.handle(digest))
 
     def preload(self, digest: str) -> None:
         """Bring an adapter to the device ahead of requests, once no request needs the memory.
@@ -168,7 +168,7 @@ class Engine:
         Raises AdapterNotFoundError.
         """
         self._take(PreloadAdapter(digest))
-        self._scheduler.preload(self._adapters.handle(digest))
+        self._scheduler.adapters.preload(self._adapters.handle(digest))
 
     def add(self, request: EngineRequest) -> None:
         """Take an admitted request. Never raises: a refused one gets an error as only output."""
@@ -179,7 +179,7 @@ class Engine:
                 raise InvalidRequestError("the prompt has no tokens; at least one is needed")
             adapters = self._adapters.resolve(request.adapters)
             if request.requires_resident:
-                is_preloading = self._scheduler.is_preloading
+                is_preloading = self._scheduler.adapters.is_preloading
                 self._adapters.require_resident(request.adapters, is_preloading)
         except LoraplexError as error:
             self._scheduler.refuse(request, error)
@@ -217,14 +217,14 @@ class Engine:
         """Return when to call `step` again if nothing is added; None: only after an event."""
         self._clock.tick()
         wake_ns = self._scheduler.next_wake_ns()
-        if not self._scheduler.num_loading:
+        if not self._scheduler.adapters.num_loading:
             return wake_ns
         poll_ns = self._clock.now_ns() + LOAD_POLL_NS
         return poll_ns if wake_ns is None else min(wake_ns, poll_ns)
 
     def next_expiry_ns(self) -> int | None:
         """Return when to call `step` so that an idle adapter may leave; None: none would."""
-        return self._scheduler.next_expiry_ns()
+        return self._scheduler.adapters.next_expiry_ns()
 
     @property
     def is_idle(self) -> bool:
@@ -275,12 +275,7 @@ class Engine:
         return plan
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
-        record = launched_record(
-            self._scheduler.record(plan, self._clock.now_ns()),
-            plan,
-            self._scheduler.row_adapters(plan),
-            self._adapters,
-        )
+        record = self._scheduler.record(plan, self._clock.now_ns(), self._adapters.digest)
         record = msgspec.structs.replace(record, adapter_loads_ended=self._num_loads_ended)
         self._num_loads_ended = 0
         self._marker.begin(plan.step_id, record.request_ids, record.num_tokens)

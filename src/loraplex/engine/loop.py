@@ -1,9 +1,10 @@
 """Loop of the thread that owns an engine: it turns commands into steps, and steps into events."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+from loraplex.core.adapter import AdapterSource
 from loraplex.core.clock import Clock
 from loraplex.core.errors import DeviceLost, LoraplexError
 from loraplex.core.request import EngineRequest
@@ -116,7 +117,8 @@ class EngineLoop:
             self._pinned.clear()
         self._channel.marker.beat()
         now_ns = self._clock.now_ns()
-        if self._probed_ns is None or now_ns - self._probed_ns >= BEAT_SECONDS * 1e9:
+        is_due = self._probed_ns is None or now_ns - self._probed_ns >= BEAT_SECONDS * 1e9
+        if self._engine.ranks is not None and is_due:
             self._probe(now_ns)
 
     def _probe(self, now_ns: int) -> None:
@@ -140,7 +142,9 @@ class EngineLoop:
             case AbortRequest(request_id, sequence_index):
                 self._engine.abort(request_id, sequence_index)
             case RegisterAdapter(source):
-                self._try(source.digest, lambda: self._engine.register_adapter(source))
+                self._bring(source.digest, source)
+            case PreloadAdapter(digest):
+                self._bring(digest)
             case UnregisterAdapter(digest):
                 self._engine.forget_adapter(digest)
             case QueryAdapters(query_id):
@@ -150,8 +154,6 @@ class EngineLoop:
                 self._hold(query_id, digest)
             case UnpinAdapter(digest):
                 self._engine.unpin_adapter(digest)
-            case PreloadAdapter(digest):
-                self._try(digest, lambda: self._engine.preload(digest))
 
     def _add_all(self, requests: Sequence[EngineRequest]) -> None:
         for request in requests:
@@ -168,8 +170,12 @@ class EngineLoop:
             self._probe(self._clock.now_ns())
             self._is_probing = True
 
-    def _try(self, digest: str, action: Callable[[], object]) -> None:
+    def _bring(self, digest: str, source: AdapterSource | None = None) -> None:
+        """Register an adapter, or preload one that is registered."""
         try:
-            action()
+            if source is not None:
+                self._engine.register_adapter(source)
+            else:
+                self._engine.preload(digest)
         except LoraplexError as error:
             self._channel.send(AdapterRejected(digest, error.to_info()))

@@ -204,9 +204,8 @@ class AdapterCache:
         assert entry.residency in (Residency.ABSENT, Residency.FAILED), entry.residency
         if entry.failure is not None and now_ns < entry.failure.retry_at_ns:
             return None
-        victims = self._orders.choose_from_host(
-            entry.num_bytes - self._host_bytes_free, may_evict_wanted=may_evict_wanted
-        )
+        needed = entry.num_bytes - self._host_bytes_free
+        victims = self._orders.choose(needed, on_device=False, may_evict_wanted=may_evict_wanted)
         if victims is None:
             return None
         for victim in victims:
@@ -246,9 +245,8 @@ class AdapterCache:
         """
         entry = self._entries[handle]
         assert entry.residency is Residency.HOST, entry.residency
-        victims = self._orders.choose_from_device(
-            entry.num_pages - len(self._free_pages), may_evict_wanted=may_evict_wanted
-        )
+        needed = entry.num_pages - len(self._free_pages)
+        victims = self._orders.choose(needed, on_device=True, may_evict_wanted=may_evict_wanted)
         if victims is None:
             return None
         for victim in victims:
@@ -323,13 +321,17 @@ class AdapterCache:
         """Whether either tier holds an idle adapter, which `expire` may evict."""
         return self._orders.has_idle
 
+    @property
+    def num_pages_used(self) -> int:
+        return self._num_pages - len(self._free_pages)
+
     def stats(self) -> AdapterTierStats:
         on_host = self._num_in[Residency.HOST] + self._num_in[Residency.COPYING]
         on_host += self._orders.num_redundant
         return AdapterTierStats(
             host_bytes_used=self._host_bytes_total - self._host_bytes_free,
             host_bytes_total=self._host_bytes_total,
-            device_pages_used=self._num_pages - len(self._free_pages),
+            device_pages_used=self.num_pages_used,
             device_pages_total=self._num_pages,
             num_on_host=on_host,
             num_on_device=self._num_in[Residency.DEVICE],

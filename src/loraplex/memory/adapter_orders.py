@@ -2,7 +2,7 @@
 cache's statistics. Each adapter is in the orders that its state implies."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from loraplex.core.adapter import AdapterHandle, Residency
@@ -133,19 +133,23 @@ class AdapterOrders:
         """Return the idle adapters of either tier, each once."""
         return list(dict.fromkeys([*self._device_idle.sizes(), *self._host_idle.sizes()]))
 
-    def choose_from_host(
-        self, num_bytes: int, *, may_evict_wanted: bool
+    def choose(
+        self, size: int, *, on_device: bool, may_evict_wanted: bool
     ) -> list[AdapterHandle] | None:
-        """Return what to evict to free `num_bytes` more; None if that is impossible."""
-        orders = [self._host_redundant, self._host_idle]
-        return _choose([*orders, self._host_wanted] if may_evict_wanted else orders, num_bytes)
+        """Return what to evict to free `size` more of a tier; None if that is impossible.
 
-    def choose_from_device(
-        self, num_pages: int, *, may_evict_wanted: bool
-    ) -> list[AdapterHandle] | None:
-        """Return what to evict to free `num_pages` more; None if that is impossible."""
-        orders = [self._device_idle]
-        return _choose([*orders, self._device_wanted] if may_evict_wanted else orders, num_pages)
+        size: pages of the device, or bytes of the host.
+        """
+        idle = [self._device_idle] if on_device else [self._host_redundant, self._host_idle]
+        wanted = self._device_wanted if on_device else self._host_wanted
+        orders = [*idle, wanted] if may_evict_wanted else idle
+        if size > sum(order.total_size for order in orders):
+            return None
+        victims: list[AdapterHandle] = []
+        for order in orders:
+            victims += order.choose(size)
+            size -= order.total_size
+        return victims
 
     def used(self, handle: AdapterHandle) -> None:
         """Note that a request wants the adapter."""
@@ -167,14 +171,13 @@ class AdapterOrders:
         It joins an order at the end, and `used` moves it there in its host order. In the device
         order this happens by itself, since an adapter in use is not in it.
         """
-        host_order = self._host_order_of(entry)
+        host_order, device_order = self._orders_of(entry)
         if used or host_order is not entry.host_order:
             if entry.host_order is not None:
                 entry.host_order.remove(entry.handle)
             if host_order is not None:
                 host_order.add(entry.handle, entry.num_bytes)
             entry.host_order = host_order
-        device_order = self._device_order_of(entry)
         if device_order is not entry.device_order:
             if entry.device_order is not None:
                 entry.device_order.remove(entry.handle)
@@ -196,28 +199,16 @@ class AdapterOrders:
             assert order.sizes() == sizes, "device eviction order"
             assert order.total_size == sum(sizes.values())
         for entry in entries:
-            assert entry.host_order is self._host_order_of(entry), entry
-            assert entry.device_order is self._device_order_of(entry), entry
+            assert (entry.host_order, entry.device_order) == self._orders_of(entry), entry
 
-    def _host_order_of(self, entry: AdapterEntry) -> EvictionOrder | None:
-        if not entry.has_host_bytes or entry.in_transit:
-            return None
+    def _orders_of(self, entry: AdapterEntry) -> tuple[EvictionOrder | None, EvictionOrder | None]:
+        """Return the orders of the host and of the device that an entry's state implies."""
+        host: EvictionOrder | None = None
+        device: EvictionOrder | None = None
         if entry.residency is Residency.DEVICE:
-            return self._host_redundant
-        return self._host_wanted if entry.wants else self._host_idle
-
-    def _device_order_of(self, entry: AdapterEntry) -> EvictionOrder | None:
-        if entry.residency is not Residency.DEVICE or entry.num_users or entry.is_pinned:
-            return None
-        return self._device_wanted if entry.wants else self._device_idle
-
-
-def _choose(orders: Sequence[EvictionOrder], size: int) -> list[AdapterHandle] | None:
-    """Return what to evict to free `size` more, order by order; None if that is impossible."""
-    if size > sum(order.total_size for order in orders):
-        return None
-    victims: list[AdapterHandle] = []
-    for order in orders:
-        victims += order.choose(size)
-        size -= order.total_size
-    return victims
+            host = self._host_redundant
+            if not (entry.num_users or entry.is_pinned):
+                device = self._device_wanted if entry.wants else self._device_idle
+        elif not entry.in_transit:
+            host = self._host_wanted if entry.wants else self._host_idle
+        return host if entry.has_host_bytes else None, device

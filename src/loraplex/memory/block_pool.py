@@ -53,7 +53,7 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_free - self.num_cached
+        return len(self._ref_counts) - len(self._free) - len(self._cached)
 
     @property
     def num_available(self) -> int:

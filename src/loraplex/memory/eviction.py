@@ -12,8 +12,8 @@ from loraplex.core.adapter import AdapterHandle
 class EvictionOrder(Protocol):
     """Ordered set of adapters that may be evicted, each with its size."""
 
-    @property
-    def total_size(self) -> int: ...
+    total_size: int
+    """Sum of the sizes."""
 
     def __len__(self) -> int: ...
 
@@ -57,11 +57,7 @@ class _Sizes:
 
     def __init__(self) -> None:
         self._sizes: dict[AdapterHandle, int] = {}
-        self._total_size = 0
-
-    @property
-    def total_size(self) -> int:
-        return self._total_size
+        self.total_size = 0
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -69,10 +65,10 @@ class _Sizes:
     def add(self, handle: AdapterHandle, size: int) -> None:
         assert handle not in self._sizes, f"adapter {handle} is in the order already"
         self._sizes[handle] = size
-        self._total_size += size
+        self.total_size += size
 
     def remove(self, handle: AdapterHandle) -> None:
-        self._total_size -= self._sizes.pop(handle)
+        self.total_size -= self._sizes.pop(handle)
 
 
 class LRU(_Sizes):

@@ -10,7 +10,6 @@ from typing import Protocol
 from loraplex.core.adapter import AdapterHandle, Residency
 from loraplex.core.errors import AdapterLoadError, ErrorInfo
 from loraplex.core.plan import AdapterCopy
-from loraplex.core.stats import AdapterTierStats
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.scheduling.request import Request
 
@@ -21,7 +20,7 @@ class HostLoads(Protocol):
     """Loader of host copies, by handle. Both calls return at once."""
 
     def start_load(self, handle: AdapterHandle) -> None:
-        """Begin to read an adapter; CacheFiller.loaded or load_failed reports the end."""
+        """Begin to read an adapter; AdapterCache.loaded or load_failed reports the end."""
         ...
 
     def discard(self, handle: AdapterHandle) -> None: ...
@@ -56,7 +55,7 @@ class CacheFiller:
         self, cache: AdapterCache, host: HostLoads, aging_ns: int, ttl_ns: int | None = None
     ) -> None:
         """ttl_ns: idle time after which an adapter leaves both tiers; None: it never does."""
-        self._cache = cache
+        self.cache = cache
         self._host = host
         self._aging_ns = aging_ns
         self._ttl_ns = ttl_ns
@@ -66,16 +65,16 @@ class CacheFiller:
 
     @property
     def num_loading(self) -> int:
-        return self._cache.num_in(Residency.LOADING)
+        return self.cache.num_in(Residency.LOADING)
 
     @property
     def num_copying(self) -> int:
-        return self._cache.num_in(Residency.COPYING)
+        return self.cache.num_in(Residency.COPYING)
 
     def refusal(self, handles: tuple[AdapterHandle, ...], now_ns: int) -> AdapterLoadError | None:
         """Return why a request cannot be accepted now: one of its loads failed a moment ago."""
         for handle in handles:
-            failure = self._cache.failure(handle)
+            failure = self.cache.failure(handle)
             if failure is not None and failure.retry_at_ns > now_ns:
                 pause_seconds = (failure.retry_at_ns - now_ns) / 1e9
                 return load_error(failure.error, pause_seconds)
@@ -84,22 +83,22 @@ class CacheFiller:
     def want(self, handles: tuple[AdapterHandle, ...]) -> None:
         """Note an accepted request that needs these adapters."""
         for handle in handles:
-            self._cache.want(handle)
+            self.cache.want(handle)
         if handles:
-            self._cache.count_admission(handles)
+            self.cache.count_admission(handles)
 
     def unwant(self, handles: tuple[AdapterHandle, ...]) -> None:
         for handle in handles:
-            self._cache.unwant(handle)
+            self.cache.unwant(handle)
 
     def acquire(self, handles: tuple[AdapterHandle, ...]) -> None:
         """Count a sequence that needs these adapters and takes a slot."""
         for handle in handles:
-            self._cache.acquire(handle)
+            self.cache.acquire(handle)
 
     def release(self, handles: tuple[AdapterHandle, ...]) -> None:
         for handle in handles:
-            self._cache.release(handle)
+            self.cache.release(handle)
 
     def preload(self, handle: AdapterHandle) -> None:
         """Bring an adapter to the device if it is pinned, or if free memory takes it.
@@ -110,44 +109,40 @@ class CacheFiller:
 
     def pin(self, handle: AdapterHandle) -> None:
         """Bring an adapter to the device and keep it there. Raises as AdapterCache.pin."""
-        self._cache.pin(handle)
+        self.cache.pin(handle)
         self.preload(handle)
 
     def unpin(self, handle: AdapterHandle) -> None:
         """Undo `pin`."""
-        self._cache.unpin(handle)
+        self.cache.unpin(handle)
 
     def expire(self, now_ns: int) -> None:
         """Evict adapters that were idle for too long; checks at most twice per `ttl_ns`."""
         if self._ttl_ns is not None and now_ns >= self._next_expiry_ns:
             self._next_expiry_ns = now_ns + min(self._ttl_ns // 2, LONGEST_EXPIRY_PAUSE_NS)
-            self._discard(self._cache.expire(now_ns, self._ttl_ns))
+            self._discard(self.cache.expire(now_ns, self._ttl_ns))
 
     def next_expiry_ns(self) -> int | None:
         """Return when to call `expire` again; None while no adapter is idle, or without a TTL."""
-        if self._ttl_ns is None or not self._cache.has_idle:
+        if self._ttl_ns is None or not self.cache.has_idle:
             return None
         return self._next_expiry_ns
 
     @property
     def running(self) -> Counter[AdapterHandle]:
         """Number of sequences with a slot, by adapter."""
-        return self._cache.users()
+        return self.cache.users()
 
     def num_running(self, handle: AdapterHandle) -> int:
         """Return the number of sequences with a slot that use an adapter."""
-        return self._cache.num_users(handle)
+        return self.cache.num_users(handle)
 
     def is_preloading(self, handle: AdapterHandle) -> bool:
         """Whether a preload was requested and has not ended."""
         return handle in self._preloads
 
     def is_on_device(self, handle: AdapterHandle) -> bool:
-        return self._cache.residency(handle) is Residency.DEVICE
-
-    def take_moved(self) -> set[AdapterHandle]:
-        """Return the adapters that came to the device or left it since the last call."""
-        return self._cache.take_moved()
+        return self.cache.residency(handle) is Residency.DEVICE
 
     def scan(self, now_ns: int) -> "AdapterScan":
         return AdapterScan(self, now_ns)
@@ -162,32 +157,26 @@ class CacheFiller:
         """Put the copies of a failed plan into the next one, with the same pages."""
         self._copies_to_start.extend(copies)
 
-    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
-        self._cache.loaded(handle, load_ns)
-
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
         self._forget_preload(handle)
-        self._cache.load_failed(handle, error, now_ns)
+        self.cache.load_failed(handle, error, now_ns)
 
     def copied(self, handle: AdapterHandle, copy_ns: int) -> None:
         if not self._is_copying(handle):
             return  # reported twice: a plan that failed named the copy, and so did the next one
         self._preloads.pop(handle, None)
-        self._discard(self._cache.copied(handle, copy_ns))
+        self._discard(self.cache.copied(handle, copy_ns))
 
     def copy_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:
         if not self._is_copying(handle):
             return
         self._forget_preload(handle)
-        self._discard(self._cache.copy_failed(handle, error, now_ns))
-
-    def stats(self) -> AdapterTierStats:
-        return self._cache.stats()
+        self._discard(self.cache.copy_failed(handle, error, now_ns))
 
     def check(self, num_users: Counter[AdapterHandle]) -> None:
         """Assert that the cache is whole; num_users: sequences with a slot, by adapter."""
-        assert num_users == self._cache.users(), f"{self._cache.users()}, expected {num_users}"
-        self._cache.check()
+        assert num_users == self.cache.users(), f"{self.cache.users()}, expected {num_users}"
+        self.cache.check()
 
     def is_aged(self, request: Request, now_ns: int) -> bool:
         """Whether a request has been passed over for longer than the bound."""
@@ -200,7 +189,7 @@ class CacheFiller:
         assert aged.adapters_blocked_since_ns is not None
         if now_ns - aged.adapters_blocked_since_ns >= 2 * self._aging_ns:
             return not others
-        return all(self._cache.num_users(handle) for handle in others)
+        return all(self.cache.num_users(handle) for handle in others)
 
     def advance(
         self, handles: tuple[AdapterHandle, ...], now_ns: int, *, is_next: bool
@@ -211,7 +200,7 @@ class CacheFiller:
             return AdapterReadiness.READY
         # They must not be evicted for each other.
         for handle in on_device:
-            self._cache.acquire(handle)
+            self.cache.acquire(handle)
         has_memory = True
         for handle in handles:
             # Once one lacks memory, the others must not evict wanted adapters: with a host tier
@@ -219,12 +208,12 @@ class CacheFiller:
             moved = self._begin(handle, now_ns, may_evict_wanted=is_next and has_memory)
             has_memory = has_memory and moved
         for handle in on_device:
-            self._cache.release(handle)
+            self.cache.release(handle)
         return AdapterReadiness.COMING if has_memory else AdapterReadiness.BLOCKED
 
     def _begin(self, handle: AdapterHandle, now_ns: int, *, may_evict_wanted: bool) -> bool:
         """Begin the next load or copy of an adapter; False if memory is lacking."""
-        match self._cache.residency(handle):
+        match self.cache.residency(handle):
             case Residency.ABSENT | Residency.FAILED:
                 return self._begin_load(handle, now_ns, may_evict_wanted)
             case Residency.HOST:
@@ -233,10 +222,10 @@ class CacheFiller:
                 return True
 
     def _begin_load(self, handle: AdapterHandle, now_ns: int, may_evict_wanted: bool) -> bool:
-        failure = self._cache.failure(handle)
+        failure = self.cache.failure(handle)
         if failure is not None and failure.retry_at_ns > now_ns:
             return True
-        dropped = self._cache.begin_load(handle, now_ns, may_evict_wanted=may_evict_wanted)
+        dropped = self.cache.begin_load(handle, now_ns, may_evict_wanted=may_evict_wanted)
         if dropped is None:
             return False
         self._discard(dropped)
@@ -244,7 +233,7 @@ class CacheFiller:
         return True
 
     def _begin_copy(self, handle: AdapterHandle, may_evict_wanted: bool) -> bool:
-        page_ids = self._cache.begin_copy(handle, may_evict_wanted=may_evict_wanted)
+        page_ids = self.cache.begin_copy(handle, may_evict_wanted=may_evict_wanted)
         if page_ids is None:
             return False
         self._copies_to_start.append(AdapterCopy(handle, page_ids))
@@ -252,7 +241,7 @@ class CacheFiller:
 
     def _forget_preload(self, handle: AdapterHandle) -> None:
         """End a preload that failed; that of a pinned adapter is tried again after the pause."""
-        if not self._cache.is_pinned(handle):
+        if not self.cache.is_pinned(handle):
             self._preloads.pop(handle, None)
 
     def _discard(self, handles: tuple[AdapterHandle, ...]) -> None:
@@ -260,10 +249,10 @@ class CacheFiller:
             self._host.discard(handle)
 
     def _is_copying(self, handle: AdapterHandle) -> bool:
-        return handle in self._cache and self._cache.residency(handle) is Residency.COPYING
+        return handle in self.cache and self.cache.residency(handle) is Residency.COPYING
 
     def advance_preloads(self, now_ns: int) -> None:
-        cache = self._cache
+        cache = self.cache
         for handle in list(self._preloads):
             is_forgotten = handle not in cache
             if is_forgotten or cache.residency(handle) is Residency.DEVICE:

@@ -82,6 +82,13 @@ class InflightBatching:
         may_admit = self._may_admit(builder, now_ns)
         self._admit_waiting(builder, split, now_ns, may_admit=may_admit)
 
+    def rest(self, now_ns: int) -> None:
+        """Do what a plan does while there is no request: only preloads continue."""
+        self._claims.end_plan()
+        self._next_later = MAX_PREFETCHED_QUEUES
+        self._state.adapters.cache.take_moved()
+        self._state.adapters.advance_preloads(now_ns)
+
     def _may_admit(self, builder: PlanBuilder, now_ns: int) -> bool:
         return not builder.lacks_blocks and self.held_until_ns() <= now_ns
 
@@ -275,6 +282,9 @@ class Planner:
         budget = StepBudget(settings.max_num_batched_tokens, settings.max_prefill_chunk)
         builder = PlanBuilder(budget, is_ahead=is_ahead)
         self._state.kv.advance(now_ns)
+        if self._state.is_empty:
+            self._batching.rest(now_ns)
+            return builder
         self._requeue_outgrown()
         self._batching.free_slots(builder)
         claim = self._claim

@@ -76,7 +76,7 @@ class WaitingQueue:
         self._queues: dict[tuple[ShareKey, tuple[AdapterHandle, ...]], AdapterQueue] = {}
         self.by_share: dict[ShareKey, dict[AdapterQueue, None]] = {}
         """Queues of the shares that have a waiting sequence."""
-        self._by_handle: dict[AdapterHandle, dict[AdapterQueue, None]] = {}
+        self.by_handle: dict[AdapterHandle, dict[AdapterQueue, None]] = {}
         self._key_of: dict[AdapterQueue, QueueKey] = {}
         """Key under which each queue is listed. The real key may have grown since: a scan lists a
         queue anew when it reaches it, so queues that no scan reaches cost nothing."""
@@ -126,9 +126,6 @@ class WaitingQueue:
             self._list(queue, key)
         return key
 
-    def queues_with(self, handle: AdapterHandle) -> list[AdapterQueue]:
-        return list(self._by_handle.get(handle, ()))
-
     def set_lead(self, queue: AdapterQueue, *, has_lead: bool) -> None:
         """Note whether a queue's adapters are on the device and no aged request needs them."""
         had_lead, queue.has_lead = queue.has_lead, has_lead
@@ -146,7 +143,7 @@ class WaitingQueue:
         moved: adapters that came to the device or left it since the last call. Only their queues
         and new ones are looked at.
         """
-        due = [queue for handle in moved for queue in self._by_handle.get(handle, ())]
+        due = [queue for handle in moved for queue in self.by_handle.get(handle, ())]
         for queue in dict.fromkeys([*self._new, *due]):
             is_ready = all(map(is_on_device, queue.handles))
             if is_ready != queue.is_ready:
@@ -163,7 +160,7 @@ class WaitingQueue:
             self._new[queue] = None
             self.by_share.setdefault(share, {})[queue] = None
             for handle in handles:
-                self._by_handle.setdefault(handle, {})[queue] = None
+                self.by_handle.setdefault(handle, {})[queue] = None
         else:
             self._unlist(queue)
         bisect.insort(queue.entries, (sequence.key, sequence))
@@ -205,12 +202,12 @@ class WaitingQueue:
             assert (share, handles) == (queue.share, queue.handles)
             assert len(queue), "an empty queue"
             assert queue in self.by_share[share]
-            assert all(queue in self._by_handle[handle] for handle in handles)
+            assert all(queue in self.by_handle[handle] for handle in handles)
             assert self._key_of[queue] <= self._key(queue)
             assert self._key_of[queue][2] == queue.head.key
         assert sum(len(queues) for queues in self.by_share.values()) == len(self._queues)
         num_handles = sum(len(queue.handles) for queue in self._queues.values())
-        assert sum(len(queues) for queues in self._by_handle.values()) == num_handles
+        assert sum(len(queues) for queues in self.by_handle.values()) == num_handles
 
     def _key(self, queue: AdapterQueue) -> QueueKey:
         key = queue.entries[0][0]
@@ -232,7 +229,7 @@ class WaitingQueue:
         self._new.pop(queue, None)
         _remove(self.by_share, queue.share, queue)
         for handle in queue.handles:
-            _remove(self._by_handle, handle, queue)
+            _remove(self.by_handle, handle, queue)
 
 
 def _first_after(

@@ -4,6 +4,8 @@ It owns the requests from `add` to their last output. It handles no text, no ten
 """
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.cache import States
@@ -66,7 +68,7 @@ class Scheduler:
         self._clock = clock
         self._factory = RequestFactory(capacity, settings)
         ttl_seconds = settings.lora_ttl_seconds
-        self._adapters = CacheFiller(
+        self.adapters = CacheFiller(
             adapters,
             host,
             aging_ns=int(settings.adapter_aging_seconds * 1e9),
@@ -74,7 +76,7 @@ class Scheduler:
         )
         self._state = SchedulerState(
             kv,
-            self._adapters,
+            self.adapters,
             SlotPool(capacity.max_num_seqs),
             QueueBound(settings.max_queue_size, capacity.max_num_seqs),
             clock,
@@ -127,7 +129,7 @@ class Scheduler:
         if refusal is None and not engine_request.num_restarts:
             refusal = self._state.queue_bound.refusal(self._batching.num_admissible)
         now_ns = self._clock.now_ns()
-        refusal = refusal or self._adapters.refusal(request.handles, now_ns)
+        refusal = refusal or self.adapters.refusal(request.handles, now_ns)
         if refusal is not None:
             self.refuse(engine_request, refusal)
             return
@@ -165,32 +167,16 @@ class Scheduler:
                 self._state.outputs.add(request, delta)
                 self._state.end_sequence(sequence, FinishReason.ABORT)
 
-    def preload(self, handle: AdapterHandle) -> None:
-        """Bring an adapter to the device as soon as there is space that no request needs."""
-        self._adapters.preload(handle)
-
-    def is_preloading(self, handle: AdapterHandle) -> bool:
-        """Return whether a preload was requested and has not ended."""
-        return self._adapters.is_preloading(handle)
-
-    def pin(self, handle: AdapterHandle) -> None:
-        """Keep an adapter on the device. Raises AdapterTooLargeError if others then do not fit."""
-        self._adapters.pin(handle)
-
-    def unpin(self, handle: AdapterHandle) -> None:
-        """Undo `pin`."""
-        self._adapters.unpin(handle)
-
     def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
         """Note that an adapter is in host memory now, after a load that took load_ns."""
-        self._adapters.loaded(handle, load_ns)
+        self.adapters.cache.loaded(handle, load_ns)
         now_ns = self._clock.now_ns()
         for request in self._state.waiting_for(handle):
             request.adapter_load_ns += min(load_ns, max(0, now_ns - request.arrival_ns))
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo) -> None:
         """Note that a load failed: the requests that wait for the adapter end with an error."""
-        self._adapters.load_failed(handle, error, self._clock.now_ns())
+        self.adapters.load_failed(handle, error, self._clock.now_ns())
         self._state.fail_waiting_for(handle)
 
     def plan(self) -> StepPlan | None:
@@ -205,15 +191,18 @@ class Scheduler:
         is_ahead = bool(self._steps)
         if is_ahead and self._was_short:
             return None
-        self._expire(self._clock.now_ns())
-        with projected(self._steps, self._state.running):
-            builder = self._planner.plan(self._clock.now_ns(), is_ahead=is_ahead)
+        now_ns, running = self._clock.now_ns(), self._state.running
+        for request in self._deadlines.take_due(now_ns):
+            self._state.fail_request(request, deadline_error(request).to_info())
+        self.adapters.expire(now_ns)
+        with nullcontext() if self._state.is_empty else projected(self._steps, running):
+            builder = self._planner.plan(now_ns, is_ahead=is_ahead)
         self._was_short = builder.is_short
-        return self._launch(builder, is_wanted=not is_ahead and self._adapters.num_copying > 0)
+        return self._launch(builder, is_wanted=not is_ahead and self.adapters.num_copying > 0)
 
     def _launch(self, builder: PlanBuilder, *, is_wanted: bool) -> StepPlan | None:
         """is_wanted: launch even a plan that neither computes nor starts anything."""
-        copies = self._adapters.take_copies_to_start()
+        copies = self.adapters.take_copies_to_start()
         if not (builder.num_rows or copies or is_wanted):
             assert not builder.joined, "the runner would not get the rows that joined"
             return None
@@ -249,11 +238,11 @@ class Scheduler:
             self._lose_images(plan, result)
         for handle in result.copies_done:
             copy_ns = result.timing.copy_ns // len(result.copies_done)
-            self._adapters.copied(handle, copy_ns)
+            self.adapters.copied(handle, copy_ns)
             for request in self._state.waiting_for(handle):
                 request.adapter_copy_ns += copy_ns
         for handle, error in result.copies_failed:
-            self._adapters.copy_failed(handle, error, now_ns)
+            self.adapters.copy_failed(handle, error, now_ns)
             self._state.fail_waiting_for(handle)
         return self.take_outputs()
 
@@ -296,7 +285,7 @@ class Scheduler:
         for encode in step.plan.encoded_images:
             self._state.images.lose(encode.cell)
         self._state.slots.remove_again(step.plan.removed)
-        self._adapters.start_again(step.plan.adapter_copies)
+        self.adapters.start_again(step.plan.adapter_copies)
         for sequence in step.offloaded:
             self._state.drop_offloaded(sequence)
 
@@ -310,49 +299,29 @@ class Scheduler:
         While `num_loading` adapters are being loaded, their end is an event.
         """
         state, now_ns = self._state, self._clock.now_ns()
-        if state.running or state.outputs or self._adapters.num_copying or self._steps:
+        if state.running or state.outputs or self.adapters.num_copying or self._steps:
             return now_ns
         deadline_ns = self._deadlines.next_ns()
         wakes = [] if deadline_ns is None else [deadline_ns]
         held_until_ns = self._batching.held_until_ns()
         if held_until_ns > now_ns:
             wakes.append(held_until_ns)
-        elif state.waiting and not self._adapters.num_loading:
+        elif state.waiting and not self.adapters.num_loading:
             wakes.append(now_ns)
         return max(now_ns, min(wakes)) if wakes else None
-
-    def next_expiry_ns(self) -> int | None:
-        """Return when to plan again so that an idle adapter may leave; None: none can."""
-        return self._adapters.next_expiry_ns()
 
     @property
     def has_unfinished(self) -> bool:
         return not self._state.is_empty
 
-    @property
-    def num_loading(self) -> int:
-        """Adapters on their way to the host."""
-        return self._adapters.num_loading
-
-    @property
-    def num_copying(self) -> int:
-        """Adapters on their way to the device."""
-        return self._adapters.num_copying
-
-    def row_adapters(self, plan: StepPlan) -> list[tuple[AdapterHandle, ...]]:
-        """Return the adapters of each row of a plan in flight, in the plan's order."""
-        return [sequence.request.handles for sequence in self._steps.find(plan).sequences]
-
-    def record(self, plan: StepPlan, start_ns: int) -> StepRecord:
+    def record(
+        self, plan: StepPlan, start_ns: int, digest: Callable[[AdapterHandle], str]
+    ) -> StepRecord:
         """Return the record of a plan in flight, without its result."""
-        return step_record(self._state, self._steps.find(plan), start_ns)
+        return step_record(self._state, self._steps.find(plan), start_ns, digest)
 
     def stats(self) -> EngineStats:
         return engine_stats(self._state)
-
-    def num_running_by_adapter(self) -> Counter[AdapterHandle]:
-        """Return how many sequences with a slot use each adapter."""
-        return self._adapters.running
 
     def num_waiting_by_adapter(self) -> Counter[AdapterHandle]:
         """Return how many sequences that wait for a slot, blocks or an adapter need each one."""
@@ -361,11 +330,6 @@ class Scheduler:
     def check(self) -> None:
         """Assert that nothing is lost and nothing is counted twice."""
         self._state.check(self._steps.num_rows())
-
-    def _expire(self, now_ns: int) -> None:
-        for request in self._deadlines.take_due(now_ns):
-            self._state.fail_request(request, deadline_error(request).to_info())
-        self._adapters.expire(now_ns)
 
 
 def _check_settings(settings: SchedulerSettings, capacity: Capacity) -> None:

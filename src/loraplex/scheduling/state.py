@@ -126,7 +126,9 @@ class SchedulerState:
 
     def update_ready(self, now_ns: int) -> None:
         """Note which waiting sequences have their adapters on the device."""
-        self.waiting.update_ready(self.adapters.take_moved(), now_ns, self.adapters.is_on_device)
+        self.waiting.update_ready(
+            self.adapters.cache.take_moved(), now_ns, self.adapters.is_on_device
+        )
 
     def release_held_back(self, request: Request) -> None:
         """Let as many sequences of a request wait for slots as it may hold."""
@@ -311,7 +313,7 @@ class SchedulerState:
 
     def waiting_for(self, handle: AdapterHandle) -> tuple[Request, ...]:
         """Return the requests with waiting sequences that need an adapter."""
-        queues = self.waiting.queues_with(handle)
+        queues = self.waiting.by_handle.get(handle, ())
         return tuple(dict.fromkeys(sequence.request for queue in queues for sequence in queue))
 
     def check(self, num_pending: Counter[Sequence]) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 from loraplex.core.plan import RowResult, StepResult, StepTiming
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.engine.step_record import MAX_ADAPTERS
+from loraplex.scheduling.report import MAX_ADAPTERS
 from support.fake_engine import MILLISECOND_NS, FakeEngine
 from support.fake_model import FakeModel
 from support.fake_runner import FAKE_CAPACITY

@@ -398,7 +398,7 @@ def test_a_preload_evicts_no_idle_adapter():
     assert fakes.engine.stats().adapters.device_evictions == 0
     assert fakes.loader.num_loads == 1
     # It has ended: free pages later do not revive it.
-    assert not fakes.engine._scheduler.is_preloading(fakes.engine._adapters.handle("b"))
+    assert not fakes.engine._scheduler.adapters.is_preloading(fakes.engine._adapters.handle("b"))
 
 
 def test_a_pinned_preload_evicts_an_idle_adapter():

@@ -138,13 +138,13 @@ def test_queues_are_in_the_order_of_their_heads():
         queue.add(waiting)
         queue.check()
     assert [one.head for one in queues_of(queue)] == [a1, b2, base3]
-    assert [len(one) for one in queue.queues_with(1)] == [2]
+    assert [len(one) for one in queue.by_handle[1]] == [2]
     queue.remove(a1)
     queue.check()
     assert [one.head for one in queues_of(queue)] == [b2, base3, a4]
     queue.remove(a4)
     queue.check()
-    assert queue.queues_with(1) == []
+    assert 1 not in queue.by_handle
     assert set(queue) == {b2, base3}
     assert len(queue) == 2
 
