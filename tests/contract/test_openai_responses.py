@@ -17,8 +17,7 @@ from loraplex.core.grammar import GrammarKind
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from loraplex.frontends.openai.context import OpenAIOptions, StoreLimits
-from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.serving.text.completion_grammar import read_completion_grammar
+from loraplex.serving.text.chat_format import ChatFormat, read_completion_grammar
 from support.echo_service import EchoService
 from support.eventually import eventually
 from support.served import served

@@ -11,8 +11,7 @@ from starlette.applications import Starlette
 from loraplex.core.grammar import GrammarKind
 from loraplex.core.tools import ToolMode
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
-from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.serving.text.completion_grammar import read_completion_grammar
+from loraplex.serving.text.chat_format import ChatFormat, read_completion_grammar
 from support.echo_service import EchoService
 from support.served import served
 

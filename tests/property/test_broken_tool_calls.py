@@ -19,9 +19,8 @@ from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.responses_api.input_items import messages_of, read_input
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.frontends.openai.writers import ChatParts, delta, message
-from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.chat_format import ChatFormat, CompletionSyntax
 from loraplex.serving.text.chat_template import ChatTemplate
-from loraplex.serving.text.completion_reader import CompletionSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
 from support.examples import examples
 

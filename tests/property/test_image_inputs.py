@@ -13,8 +13,7 @@ from loraplex.memory.image_cells import ImageCells
 from loraplex.scheduling import request as request_module
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.request import Request, Sequence
-from loraplex.scheduling.request_factory import RequestFactory
-from loraplex.scheduling.scheduler import Scheduler
+from loraplex.scheduling.scheduler import RequestFactory, Scheduler
 from loraplex.scheduling.state import SchedulerState
 from support.examples import num_examples
 from support.image_schedules import ImageSchedule

@@ -12,8 +12,7 @@ from loraplex.core.tools import FunctionTool, ToolUse
 from loraplex.frontends.long_json import encoded
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
-from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.serving.text.completion_reader import CompletionSyntax
+from loraplex.serving.text.chat_format import ChatFormat, CompletionSyntax
 from support.examples import examples
 
 TOOLS = ToolUse(tools=(FunctionTool(name="f"), FunctionTool(name="g")))

@@ -31,6 +31,7 @@ from loraplex.serving.adapter_cards import AdapterCard, card_of
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.engine_state import EngineEnd, EngineState
 from loraplex.serving.grammar import grammar_worker
+from loraplex.serving.local_texts import ChatRenderer
 from loraplex.serving.model_memory import ModelMemory
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.sandbox.process import Sandbox
@@ -38,7 +39,6 @@ from loraplex.serving.sandbox.worker import Task
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import AdmittedRequest, Service
 from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
-from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.chat_template import make_task
 from support.byte_tokenizer import BYTE_TOKENIZER, EOS_TOKEN_ID, PAD_TOKEN_ID, VOCAB_SIZE
 from support.echo_engine import EchoEngine

@@ -19,8 +19,8 @@ from loraplex.core.plan import Capacity
 from loraplex.demo import BASE_PATH
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.local_texts import ChatRenderer
 from loraplex.serving.served_model import ServedModel
-from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.text.tokenizer import load_tokenizer
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread
 from support.fake_loader import fake_source

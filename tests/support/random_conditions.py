@@ -17,7 +17,7 @@ from loraplex.core.scheduler_settings import (
 )
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.request_factory import RequestFactory
+from loraplex.scheduling.scheduler import RequestFactory
 
 MAX_NUM_SEQS = 8
 FAILING_FIELDS = (

@@ -100,6 +100,8 @@ class AdapterStore:
             opened.callback(self._database.close)
             self._opened = opened.pop_all()
         self._names = self._database.names
+        self.find = self._names.find
+        """Return the present version, if any, even if its canonical adapter file is gone."""
         self._missing: frozenset[str] = frozenset()
         self._look_for_files()
 
@@ -228,10 +230,6 @@ class AdapterStore:
         if version.digest in self._missing:
             raise _file_is_gone(version)
         return version
-
-    def find(self, ref: AdapterRef) -> AdapterVersion | None:
-        """Return the present version, if any, even if its canonical adapter file is gone."""
-        return self._names.find(ref)
 
     def list(self, tenant: str, model: str | None = None) -> list[AdapterVersion]:
         """Return a tenant's adapters by model and name, including those whose file is gone."""

@@ -58,17 +58,18 @@ class AdapterVersion:
     def owner(self) -> Owner:
         return self.model, self.tenant
 
-    @property
+    @functools.cached_property
     def source(self) -> AdapterSource:
         return self.staged.source
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         return self.staged.source.digest
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        return self.staged.warnings
+    @functools.cached_property
+    def label(self) -> tuple[str, str]:
+        """What its requests are found by in their engine, whatever their version."""
+        return self.tenant, self.name
 
     @property
     def shown_path(self) -> str:

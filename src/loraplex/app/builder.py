@@ -32,13 +32,12 @@ from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.engine_watchdog import EngineWatchdog, StepLimits
 from loraplex.serving.engines.link import EngineLauncher
 from loraplex.serving.engines.restart_limits import RestartLimits
-from loraplex.serving.local_texts import LocalTexts
+from loraplex.serving.local_texts import ChatRenderer, LocalTexts
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.response_memory import ResponseMemory
 from loraplex.serving.served_model import ServedModel
 from loraplex.serving.service import Service
 from loraplex.serving.text.chat_format import chat_format
-from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 

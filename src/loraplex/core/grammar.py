@@ -36,7 +36,7 @@ class GrammarKind(enum.StrEnum):
     CHOICE = "choice"
     """A JSON list of strings, one of which is the output."""
     MESSAGE = "message"
-    """A chat message with reasoning or tool calls, see serving.text.completion_grammar."""
+    """A chat message with reasoning or tool calls, see serving.text.chat_format."""
     LLGUIDANCE = "llguidance"
     """llguidance's own JSON form. All others are converted to it at admission."""
 

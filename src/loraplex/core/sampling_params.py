@@ -248,7 +248,7 @@ def _check_stop(stop: tuple[str, ...]) -> None:
 
 
 def _check_stop_ids(token_ids: tuple[int, ...]) -> None:
-    _check_ids("stop_token_ids", token_ids)
+    _check_list("stop_token_ids", token_ids, int, "integers")
     if len(token_ids) > MAX_WORDS:
         raise InvalidParameterError(
             f"stop_token_ids has {len(token_ids)} ids; at most {MAX_WORDS} are allowed",
@@ -263,10 +263,6 @@ def _check_bad_words(words: tuple[str, ...]) -> None:
             f"bad_words have {length} characters together; at most {MAX_WORDS_LENGTH} are allowed",
             param="bad_words",
         )
-
-
-def _check_ids(name: str, token_ids: tuple[int, ...]) -> None:
-    _check_list(name, token_ids, int, "integers")
 
 
 def _check_grammar(grammar: Grammar) -> None:
@@ -352,7 +348,9 @@ _CHECKS_BY_NAME: Mapping[str, Callable[[Any], None]] = {
     "best_of": _check_with_others,
     "beam": _check_with_others,
     "logit_bias": _check_logit_bias,
-    "allowed_token_ids": functools.partial(_check_ids, "allowed_token_ids"),
+    "allowed_token_ids": functools.partial(
+        _check_list, "allowed_token_ids", kind=int, what="integers"
+    ),
     "bad_words": _check_bad_words,
     "bad_token_ids": functools.partial(_check_runs, "bad_token_ids", most=_MAX_BAD_RUNS),
     "grammar": _check_grammar,

@@ -139,7 +139,9 @@ class HasTask:
     @property
     def sampling(self) -> SamplingParams:
         """Sampling parameters of a message that generates."""
-        return self.generation.sampling
+        task = self.task
+        assert isinstance(task, Generate), f"{task} generates no tokens"
+        return task.sampling
 
     def with_sampling(self, sampling: SamplingParams) -> Self:
         """Return the message with other sampling parameters."""

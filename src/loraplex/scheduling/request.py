@@ -316,7 +316,7 @@ class Request:
                 "tokens, prompt and output together, so a prompt may have at most "
                 f"{max_model_len - 1}"
             )
-        sampling = self.sampling
+        sampling = self.engine_request.sampling
         returns_logits = sampling.return_logits or sampling.return_prompt_logits
         if returns_logits and not capacity.returns_logits:
             return InvalidParameterError(

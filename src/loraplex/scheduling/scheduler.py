@@ -3,8 +3,9 @@
 It owns the requests from `add` to their last output. It handles no text, no tensor and no file.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 from loraplex.core.adapter import AdapterHandle
@@ -14,8 +15,10 @@ from loraplex.core.errors import ConfigError, ErrorInfo, LoraplexError
 from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.core.request import EngineRequest, RequestId
+from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import Batching, SchedulerSettings
 from loraplex.core.stats import EngineStats, StepRecord
+from loraplex.core.task import Pool
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.absorb import ResultAbsorber
@@ -28,11 +31,12 @@ from loraplex.scheduling.fair_share import FairShares, max_seqs_per_request
 from loraplex.scheduling.pending_steps import PendingStep, PendingSteps
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.planner import InflightBatching, Planner, StaticBatching
+from loraplex.scheduling.pool_request import PoolRequest
 from loraplex.scheduling.projection import projected
+from loraplex.scheduling.prompt_lookup import Drafter, PromptIndex
 from loraplex.scheduling.queues import QueueBound
 from loraplex.scheduling.report import engine_stats, step_record
-from loraplex.scheduling.request import SequenceStatus
-from loraplex.scheduling.request_factory import RequestFactory
+from loraplex.scheduling.request import Request, Sequence, SequenceStatus, Span, StopRules
 from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.running import SlotPool
 from loraplex.scheduling.shared_steps import SharedSteps
@@ -346,3 +350,87 @@ def _check_settings(settings: SchedulerSettings, capacity: Capacity) -> None:
                 f"of {group.spec.every}: the model keeps a state so many tokens apart",
                 param="state_checkpoint_tokens",
             )
+
+
+class RequestFactory:
+    """Makes requests whose sequences have unique ids."""
+
+    def __init__(self, capacity: Capacity, settings: SchedulerSettings) -> None:
+        self._capacity = capacity
+        self._settings = settings
+        self._sequence_ids = itertools.count(1)
+
+    def make(
+        self, engine_request: EngineRequest, adapters: tuple[tuple[AdapterHandle, float], ...]
+    ) -> Request:
+        """Return a request with its unfinished sequences.
+
+        After a crash, the sequences continue from the tokens that the former engine had output.
+        """
+        if isinstance(engine_request.task, Pool):
+            return self._pooled(engine_request, adapters)
+        sampling = engine_request.sampling
+        rules = StopRules(engine_request, self._capacity.max_model_len)
+        new_request = Request if sampling.beam is None else BeamRequest
+        request = new_request(engine_request, adapters, rules)
+        request.rotation_border = self._capacity.rotation_border
+        request.wants_prompt_scores = (
+            sampling.prompt_logprobs is not None or sampling.return_prompt_logits
+        ) and not engine_request.prompt_scores_delivered
+        self._set_spans(request)
+        outputs = dict(enumerate(engine_request.outputs))
+        prompt = engine_request.prompt_token_ids
+        drafters = new_drafters(sampling, self._settings, len(prompt))
+        request.sequences = [
+            Sequence(
+                request,
+                sequence_id=next(self._sequence_ids),
+                index=index,
+                token_ids=[*prompt, *outputs.get(index, ())],
+                num_prompt_tokens=len(prompt),
+                seed=engine_request.request_id if sampling.seed is None else sampling.seed,
+                drafter=next(drafters),
+            )
+            for index in range(sampling.num_sequences)
+            if index not in engine_request.ended
+        ]
+        request.num_unfinished = len(request.sequences)
+        return request
+
+    def _pooled(
+        self, engine_request: EngineRequest, adapters: tuple[tuple[AdapterHandle, float], ...]
+    ) -> PoolRequest:
+        request = PoolRequest(engine_request, adapters)
+        request.rotation_border = self._capacity.rotation_border
+        prompt = list(engine_request.prompt_token_ids)
+        self._set_spans(request)
+        if request.pool.kind.needs_whole_prompt:
+            request.whole_spans = (Span(0, len(prompt)),)
+            request.takes_hits = False
+        sequence_id = next(self._sequence_ids)
+        request.sequences = [Sequence(request, sequence_id, 0, prompt, len(prompt), seed=0)]
+        request.num_unfinished = 1
+        return request
+
+    def _set_spans(self, request: Request) -> None:
+        """Set the spans of images. A prefix hit may end inside one."""
+        images = self._capacity.images
+        if images is not None and images.is_whole:
+            request.whole_spans = tuple(Span(image.first, image.end) for image in request.images)
+
+
+def new_drafters(
+    sampling: SamplingParams, settings: SchedulerSettings, num_prompt_tokens: int
+) -> Iterator[Drafter | None]:
+    """Return the drafters of a request's sequences; None for those without a source of drafts.
+
+    They share the index of its prompt.
+    """
+    num_draft_tokens = settings.num_draft_tokens
+    if sampling.num_draft_tokens is not None:
+        num_draft_tokens = sampling.num_draft_tokens
+    # Beam search needs the candidates at every position: a draft token would save nothing.
+    if sampling.beam is not None or not (num_draft_tokens or sampling.grammar is not None):
+        return itertools.repeat(None)
+    prompt = PromptIndex(num_prompt_tokens, settings.max_draft_ngram, settings.max_draft_window)
+    return (Drafter(num_draft_tokens, prompt) for _ in itertools.count())

@@ -1,35 +1,12 @@
 """Speculative decoding: decoding rows are lengthened by draft tokens."""
 
-import itertools
-from collections.abc import Iterator
-
-from loraplex.core.sampling_params import SamplingParams
-from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.block_tables import NewBlocks
 from loraplex.scheduling.plan_builder import PlanBuilder
-from loraplex.scheduling.prompt_lookup import Drafter, PromptIndex
 from loraplex.scheduling.request import Sequence
 from loraplex.scheduling.state import SchedulerState
 
 MAX_INDEXED_TOKENS = 1024
 """Tokens that one plan indexes at most, over all sequences: about a millisecond."""
-
-
-def new_drafters(
-    sampling: SamplingParams, settings: SchedulerSettings, num_prompt_tokens: int
-) -> Iterator[Drafter | None]:
-    """Return the drafters of a request's sequences; None for those without a source of drafts.
-
-    They share the index of its prompt.
-    """
-    num_draft_tokens = settings.num_draft_tokens
-    if sampling.num_draft_tokens is not None:
-        num_draft_tokens = sampling.num_draft_tokens
-    # Beam search needs the candidates at every position: a draft token would save nothing.
-    if sampling.beam is not None or not (num_draft_tokens or sampling.grammar is not None):
-        return itertools.repeat(None)
-    prompt = PromptIndex(num_prompt_tokens, settings.max_draft_ngram, settings.max_draft_window)
-    return (Drafter(num_draft_tokens, prompt) for _ in itertools.count())
 
 
 def needed_share(num_tokens: int, num_balanced_tokens: int) -> float:

@@ -11,7 +11,7 @@ from loraplex.adapters.version import AdapterVersion
 from loraplex.core.adapter import Residency
 from loraplex.core.plan import Capacity
 from loraplex.memory.adapter_pages import most_pages
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.expert_use import ExpertUse, expert_use
 
 CardT = TypeVar("CardT", bound="AdapterCard")
@@ -211,7 +211,7 @@ def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
         "num_bytes": version.source.num_bytes,
         "source": version.shown_path,
         "state": state,
-        "warnings": version.warnings,
+        "warnings": version.staged.warnings,
     }
 
 

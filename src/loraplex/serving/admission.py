@@ -34,6 +34,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import (
     EngineRequest,
     GenerateRequest,
+    PromptTruncation,
     TruncationSide,
 )
 from loraplex.core.retention import check_retention
@@ -212,15 +213,15 @@ def admit(
 
 
 def cut_prompt(
-    request: GenerateRequest, token_ids: Sequence[int], model: ModelCard
+    request: GenerateRequest,
+    truncation: PromptTruncation,
+    token_ids: Sequence[int],
+    model: ModelCard,
 ) -> Sequence[int]:
     """Return what the request's truncation leaves of its prompt.
 
     Raises InvalidParameterError for a number of tokens below 1.
     """
-    truncation = request.truncation
-    if truncation is None:
-        return token_ids
     most = truncation.max_tokens
     if most is None:
         is_generated = isinstance(request.task, Generate)

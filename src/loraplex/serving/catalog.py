@@ -32,7 +32,7 @@ from loraplex.serving.adapter_cards import (
     without_sources,
 )
 from loraplex.serving.backend import ModelCard
-from loraplex.serving.served_model import ServedModel, label
+from loraplex.serving.served_model import ServedModel
 from loraplex.serving.wire_request import current_tenant
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class ModelCatalog:
         """Find a model or adapter by name. See Backend.find. Raises ModelNotFoundError."""
         models = self.of(principal)
         cards = [model.card for model in models.values()]
-        base = next((card.name for card in cards if name in card.names), None)
+        base = next((c.name for c in cards if name in (c.name, *c.served_names)), None)
         if base is not None:
             return models[base], None
         for group in _readings(name, cards):
@@ -189,7 +189,7 @@ class ModelCatalog:
                 return
             if mode is UnloadMode.IMMEDIATE:
                 unloaded = AdapterNotFoundError(f"adapter {version.name!r} was unloaded meanwhile")
-                num_ended = model.engine.requests.fail_labelled(label(version), unloaded)
+                num_ended = model.engine.requests.fail_labelled(version.label, unloaded)
             release(model, version)
             unpin_others(model)
             logger.info("adapter %r (%s) is unloaded", version.name, version.digest[:12])
@@ -372,7 +372,7 @@ async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:
         **card_fields(version, model.state_of(version)),
         aliases=tuple(sorted(a for a, name in aliases.items() if name == version.name)),
         residency=residency.get(version.digest, Residency.ABSENT),
-        num_running=model.engine.requests.num_by_label().get(label(version), 0),
+        num_running=model.engine.requests.num_by_label().get(version.label, 0),
         content=content_of(version.staged, model.engine.capacity, model.card.dtype),
         versions=tuple(map(version_card, history)),
     )

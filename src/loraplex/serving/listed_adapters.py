@@ -10,7 +10,7 @@ from loraplex.core.adapter import Residency
 from loraplex.core.errors import AdapterTooLargeError
 from loraplex.core.principal import Principal
 from loraplex.memory.adapter_pages import most_pages
-from loraplex.serving.access.tenant_adapters import TenantAdapters
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter, TenantAdapters
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterState,
@@ -27,7 +27,6 @@ from loraplex.serving.adapter_list import (
     page_of,
 )
 from loraplex.serving.adapter_usage import NO_USE, AdapterUsage, UsageCount, UsedAdapter
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 

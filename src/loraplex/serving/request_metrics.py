@@ -17,6 +17,7 @@ from loraplex.core.output import FinishReason, RequestOutput, ResolvedAdapter
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.task import Generate
+from loraplex.serving.access.tenant_limits import Endable
 from loraplex.serving.wire_request import GenerationRecord, begin_generation
 
 MAX_LABELS = 100
@@ -138,11 +139,15 @@ class RequestMetrics:
             raise
 
     def observe(
-        self, request: GenerateRequest, outputs: AdmittedOutputs, record: GenerationRecord
+        self,
+        request: GenerateRequest,
+        outputs: AdmittedOutputs,
+        record: GenerationRecord,
+        lease: Endable,
     ) -> AsyncIterator[RequestOutput]:
         """Return the same outputs of a request which has just been admitted.
 
-        What passes is counted, and noted in its record.
+        What passes is counted, and noted in its record. The lease ends with them.
         """
         record.admitted(outputs.adapters, outputs.num_prompt_tokens, self._clock.now_ns())
         self._models.add(request.model)
@@ -150,7 +155,7 @@ class RequestMetrics:
         grammar = task.sampling.grammar if isinstance(task, Generate) else None
         if grammar is not None:
             self.constrained_requests.labels(request.model, grammar.kind.value).inc()
-        return ObservedOutputs(self, request.model, outputs, self._clock, record)
+        return ObservedOutputs(self, request.model, outputs, self._clock, record, lease)
 
     def observe_error(self, model: str, error: LoraplexError) -> None:
         """A request was refused, or failed. A model that is not served is labelled ``""``."""
@@ -179,7 +184,10 @@ class RequestMetrics:
 
 
 class ObservedOutputs(AsyncIterator[RequestOutput]):
-    """Passes a request's outputs on and counts each of them once."""
+    """Passes a request's outputs on, counts each of them once, and ends its lease with them.
+
+    A request that is left early had its whole prompt, and of its outputs what was delivered.
+    """
 
     def __init__(
         self,
@@ -188,7 +196,9 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         outputs: AdmittedOutputs,
         clock: Clock,
         record: GenerationRecord,
+        lease: Endable,
     ) -> None:
+        self._lease = lease
         self._metrics = metrics
         self._model = model
         self._outputs = outputs
@@ -208,15 +218,18 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
     async def __anext__(self) -> RequestOutput:
         try:
             output = await anext(self._outputs)
-        except LoraplexError as error:
-            self._metrics.observe_error(self._model, error)
-            self._end(FinishReason.ERROR, error)
+        except Exception as error:
+            if isinstance(error, LoraplexError):
+                self._metrics.observe_error(self._model, error)
+                self._end(FinishReason.ERROR, error)
+            self._end_lease(is_error=isinstance(error, LoraplexError))
             raise
         self._count(output)
         return output
 
     async def aclose(self) -> None:
         self._end(FinishReason.ABORT)
+        self._end_lease()
         await self._outputs.aclose()
 
     def _count(self, output: RequestOutput) -> None:
@@ -236,6 +249,11 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         if output.finished:
             self._count_times(output, now_ns)
             self._end(self._finish_reason or FinishReason.STOP)
+            self._end_lease()
+
+    def _end_lease(self, *, is_error: bool = False) -> None:
+        num_tokens = self._outputs.num_prompt_tokens + self._num_counted_tokens
+        self._lease.end(num_tokens, is_error=is_error)
 
     def _count_tokens(self, index: int, num_tokens: int, now_ns: int) -> None:
         if num_tokens == 0:

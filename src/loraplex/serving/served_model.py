@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -26,14 +26,14 @@ from loraplex.core.plan import Capacity
 from loraplex.core.principal import DEFAULT_TENANT, LOCAL, Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.scheduler_settings import FairShare
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.core.task import Generate
 from loraplex.memory.adapter_pages import layer_targets
-from loraplex.serving.access.tenant_adapters import TenantAdapters
+from loraplex.serving.access.tenant_adapters import DiscoveredAdapters, TenantAdapters
 from loraplex.serving.adapter_cards import AdapterState
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.admission import cut_prompt
-from loraplex.serving.discovered_adapters import DiscoveredAdapters
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.grammar.grammars import Grammars
@@ -59,6 +59,9 @@ class ServedModel(LocalTexts):
     """Why a stored adapter cannot be served, by digest."""
     discovered: DiscoveredAdapters = dataclasses.field(default_factory=DiscoveredAdapters)
     grammars: Grammars = dataclasses.field(init=False)
+    share_kind: FairShare = dataclasses.field(init=False)
+    """What shares the capacity of its engine."""
+    takes_adapters: bool = dataclasses.field(init=False)
     _stage_times: dict[str, Durations] = dataclasses.field(default_factory=dict)
     _id_of_text: Callable[[str], int | None] = dataclasses.field(init=False)
 
@@ -66,6 +69,8 @@ class ServedModel(LocalTexts):
         # Each request with an adapter needs the ids of its end tokens.
         find = functools.partial(_id_of_text, self.tokenizer)
         self._id_of_text = functools.lru_cache(_MAX_END_TEXTS)(find)
+        self.share_kind = self.config.share_kind
+        self.takes_adapters = self.shapes.is_adaptable
         self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
         self.engine.on_capacity = self._set_capacity
 
@@ -78,25 +83,27 @@ class ServedModel(LocalTexts):
 
     async def in_tokens(self, request: GenerateRequest) -> tuple[GenerateRequest, Sequence[int]]:
         """Return a request whose texts are tokens, and the part of its prompt that it takes."""
-        token_ids = await self.prompt_ids(
-            request.prompt, request.add_special_tokens, is_cut=request.truncation is not None
+        truncation, task = request.truncation, request.task
+        token_ids: Sequence[int] = await self.prompt_ids(
+            request.prompt, request.add_special_tokens, is_cut=truncation is not None
         )
-        task = request.task
         if isinstance(task, Generate) and (task.sampling.bad_words or task.sampling.grammar):
             work = functools.partial(with_bad_token_ids, task.sampling, self.tokenizer.encode)
             is_short = sum(map(len, task.sampling.bad_words)) <= INLINE_CHARACTERS
             sampling = work() if is_short else await asyncio.to_thread(work)
             task = Generate(await self.grammars.compiled(sampling))
             request = msgspec.structs.replace(request, task=task)
-        return request, cut_prompt(request, token_ids, self.card)
+        if truncation is not None:
+            token_ids = cut_prompt(request, truncation, token_ids, self.card)
+        return request, token_ids
 
     def resolve(
         self, choices: tuple[AdapterChoice, ...], principal: Principal
     ) -> list[tuple[AdapterVersion, float]]:
         """The versions that a request will run with, from now to its end."""
-        if choices and not principal.rights.use:
+        if choices and not principal.rights.use.patterns:
             raise PermissionDeniedError(f"tenant {principal.tenant!r} may not use adapters")
-        if choices and not self.shapes.is_adaptable:
+        if choices and not self.takes_adapters:
             raise UnsupportedFeatureError(
                 f"LoRA is not enabled for this model: {self.card.name!r} is served without "
                 "(enable_lora, or a build without lora_plugin)"
@@ -246,11 +253,6 @@ def _cannot_be_served(version: AdapterVersion, error: LoraplexError) -> Loraplex
     """Return the error for one name; several names and tenants may share a content."""
     message = f"adapter {version.name!r} cannot be served any longer: {error.message}"
     return type(error)(message)
-
-
-def label(version: AdapterVersion) -> Hashable:
-    """What the requests of an adapter are found by in their engine, whatever their version."""
-    return version.tenant, version.name
 
 
 class Encode(Protocol):

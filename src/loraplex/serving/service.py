@@ -36,7 +36,8 @@ from loraplex.core.errors import (
 from loraplex.core.output import Pooled, RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
-from loraplex.serving.access.tenant_limits import Lease, LeasedOutputs, TenantGate
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
+from loraplex.serving.access.tenant_limits import Lease, TenantGate
 from loraplex.serving.adapter_cards import (
     AdapterCard,
 )
@@ -52,7 +53,6 @@ from loraplex.serving.admission import admit, check_request, compose, share_weig
 from loraplex.serving.backend import Health, ModelCard, vector_of
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
 from loraplex.serving.continuation import submitted
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.in_flight_request import EngineOutputs
@@ -60,7 +60,7 @@ from loraplex.serving.generation import outputs_of
 from loraplex.serving.listed_adapters import listed_page
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.response_memory import ResponseMemory
-from loraplex.serving.served_model import ServedModel, label
+from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class Service:
         self._build = build
         self._catalog = ModelCatalog(models)
         self._models = self._catalog.models
+        self.model = self._catalog.model
         self._loader = CatalogLoader(worker, self._catalog, clock)
         self.uploads = uploads
         self._upkeep = CatalogUpkeep(self._models.values(), self._loader, uploads=uploads)
@@ -208,9 +209,6 @@ class Service:
     def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
         return [model.card for model in self._catalog.of(principal).values()]
 
-    def model(self, name: str) -> ServedModel:
-        return self._catalog.model(name)
-
     def adapters(self, principal: Principal, model: str | None = None) -> Sequence[AdapterCard]:
         return self._catalog.adapters(principal, model)
 
@@ -234,18 +232,15 @@ class Service:
     ) -> AsyncIterator[RequestOutput]:
         with self._metrics.admission(request, principal) as record:
             admitted = await self.admitted(request, principal)
-            outputs = LeasedOutputs(
-                outputs_of(
-                    request,
-                    admitted.request,
-                    admitted.adapters,
-                    self._models[request.model].tokenizer,
-                    admitted.stream,
-                    admitted.engine,
-                ),
-                admitted.lease,
+            outputs = outputs_of(
+                request,
+                admitted.request,
+                admitted.adapters,
+                self._models[request.model].tokenizer,
+                admitted.stream,
+                admitted.engine,
             )
-        return self._metrics.observe(request, outputs, record)
+        return self._metrics.observe(request, outputs, record, admitted.lease)
 
     async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
         return await vector_of(await self.generate(request, principal))
@@ -276,7 +271,7 @@ class Service:
                 principal=principal,
                 now_ns=self._clock.now_ns(),
                 share_weight=share_weight(
-                    model.config.share_kind,
+                    model.share_kind,
                     model.config.fair_weights,
                     adapters=[adapter.name for adapter in adapters],
                     tenant=principal.tenant,
@@ -294,7 +289,7 @@ class Service:
             submit = functools.partial(
                 model.engine.submit,
                 adapters=[version.source for version, _ in composition],
-                labels=frozenset(label(version) for version, _ in chosen),
+                labels=frozenset(version.label for version, _ in chosen),
                 batch=request.batch,
             )
             engine_request, stream = submitted(engine_request, submit)

@@ -20,8 +20,8 @@ from loraplex.core.task import Generate
 from loraplex.demo import BASE_PATH
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
+from loraplex.serving.local_texts import ChatRenderer
 from loraplex.serving.served_model import ServedModel
-from loraplex.serving.text.chat_renderer import ChatRenderer
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.text.tokenizer import load_tokenizer
 from support.fake_engine_process import FakeEngineSettings, fake_engine_thread

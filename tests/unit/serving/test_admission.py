@@ -296,7 +296,6 @@ def test_a_prompt_longer_than_its_own_limit():
 @pytest.mark.parametrize(
     ("truncation", "max_tokens", "card", "left"),
     [
-        (None, 4, CARD, (1, 2, 3, 4, 5, 6, 7, 8)),
         (PromptTruncation(3), 4, CARD, (6, 7, 8)),
         (PromptTruncation(3, TruncationSide.RIGHT), 4, CARD, (1, 2, 3)),
         (PromptTruncation(8), 4, CARD, (1, 2, 3, 4, 5, 6, 7, 8)),
@@ -314,7 +313,7 @@ def test_a_prompt_is_cut(truncation, max_tokens, card, left):
         truncation=truncation,
         task=Generate(SamplingParams(max_tokens=max_tokens)),
     )
-    assert tuple(cut_prompt(request, request.prompt, card)) == left
+    assert tuple(cut_prompt(request, request.truncation, request.prompt, card)) == left
 
 
 @pytest.mark.parametrize(("most", "max_tokens"), [(0, 4), (-1, 4), (None, 10), (2.5, 4)])
@@ -327,7 +326,7 @@ def test_a_prompt_is_not_cut_to_nothing(most, max_tokens):
         task=Generate(SamplingParams(max_tokens=max_tokens)),
     )
     with pytest.raises(InvalidParameterError) as caught:
-        cut_prompt(request, request.prompt, CARD)
+        cut_prompt(request, request.truncation, request.prompt, CARD)
     assert caught.value.param == "truncate_prompt_tokens"
     assert re.search(naming(1, "truncate_prompt_tokens"), caught.value.message)
 

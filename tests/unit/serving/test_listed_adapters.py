@@ -19,10 +19,10 @@ from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
 from loraplex.serving import listed_adapters
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.adapter_cards import AdapterState
 from loraplex.serving.adapter_list import AdapterQuery, AdapterSort
 from loraplex.serving.adapter_usage import UsedAdapter
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service
 from loraplex.testing.fake_clock import FakeClock

@@ -49,6 +49,13 @@ class ScriptedOutputs:
         self.is_closed = True
 
 
+class Lease:
+    """Lease of no tenant."""
+
+    def end(self, num_tokens=0, *, is_error=False) -> None:
+        pass
+
+
 class SettableClock:
     time_ns = 0
 
@@ -85,7 +92,9 @@ def metrics(clock):
 
 
 async def run(metrics, clock, steps) -> list[RequestOutput]:
-    return [o async for o in metrics.observe(REQUEST, ScriptedOutputs(clock, steps), record())]
+    return [
+        o async for o in metrics.observe(REQUEST, ScriptedOutputs(clock, steps), record(), Lease())
+    ]
 
 
 def value(metrics, name, **labels) -> float | None:
@@ -148,7 +157,7 @@ async def test_an_error_in_mid_stream(metrics, clock):
 
 async def test_a_client_that_leaves(metrics, clock):
     inner = ScriptedOutputs(clock, [(10, output((0, 1, None), total=1))])
-    observed = metrics.observe(REQUEST, inner, record())
+    observed = metrics.observe(REQUEST, inner, record(), Lease())
     await anext(observed)
     await observed.aclose()
     await observed.aclose()
@@ -158,7 +167,7 @@ async def test_a_client_that_leaves(metrics, clock):
 
 async def test_closing_a_finished_request_counts_nothing(metrics, clock):
     steps = [(1, output((0, 1, FinishReason.STOP), total=1, finished=True))]
-    observed = metrics.observe(REQUEST, ScriptedOutputs(clock, steps), record())
+    observed = metrics.observe(REQUEST, ScriptedOutputs(clock, steps), record(), Lease())
     await anext(observed)
     await observed.aclose()
     assert value(metrics, "requests_total", adapter="", finish_reason="abort") is None
@@ -185,7 +194,7 @@ async def test_tenants_wait_each_in_its_own_series_up_to_a_bound(metrics, clock)
     last = output((0, 1, FinishReason.STOP), total=1, finished=True, timing=timing)
     for number in [*range(MAX_LABELS + 50), 0]:
         outputs = metrics.observe(
-            REQUEST, ScriptedOutputs(clock, [(1, last)]), record(f"t{number}")
+            REQUEST, ScriptedOutputs(clock, [(1, last)]), record(f"t{number}"), Lease()
         )
         assert [one async for one in outputs] == [last]
     name = "tenant_queue_time_seconds"
@@ -222,6 +231,6 @@ def test_two_of_them_do_not_share_anything():
 async def test_requests_with_a_grammar(metrics, clock):
     sampling = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "a"))
     request = REQUEST.with_sampling(sampling)
-    metrics.observe(request, ScriptedOutputs(clock, []), record())
-    metrics.observe(REQUEST, ScriptedOutputs(clock, []), record())
+    metrics.observe(request, ScriptedOutputs(clock, []), record(), Lease())
+    metrics.observe(REQUEST, ScriptedOutputs(clock, []), record(), Lease())
     assert value(metrics, "constrained_requests_total", kind="regex") == 1

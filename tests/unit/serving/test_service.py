@@ -30,8 +30,8 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
 from loraplex.engine.messages import EngineReady
 from loraplex.serving import local_texts
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.backend import Backend
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.engines.engine_state import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.service import Service

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loraplex.core.adapter import AdapterChoice
+from loraplex.core.adapter import AdapterChoice, LoadPolicy
 from loraplex.core.errors import InvalidParameterError, LoraplexError
 from loraplex.core.output import (
     RequestOutput,
@@ -28,7 +28,6 @@ from loraplex.frontends.openai.adapter_fields import ModelTarget
 from loraplex.frontends.openai.context import OpenAIContext, json_response, request_id
 from loraplex.frontends.openai.convert import (
     check_priority,
-    load_policy,
     prompts,
     rendered_chat,
 )
@@ -63,8 +62,7 @@ from loraplex.serving.compare import (
     comparison_requests,
 )
 from loraplex.serving.continuation import response_unix_seconds
-from loraplex.serving.text.completion_grammar import completion_grammar
-from loraplex.serving.text.completion_reader import CompletionSyntax
+from loraplex.serving.text.chat_format import CompletionSyntax, completion_grammar
 
 
 class DifferingToken(Struct, frozen=True):
@@ -429,7 +427,7 @@ class CompareEndpoints:
             model=target.model.name,
             prompt=prompt,
             task=Generate(sampling),
-            load_policy=load_policy(body),
+            load_policy=LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO),
             shown_special_ids=(
                 ()
                 if reading is None

@@ -43,10 +43,13 @@ from loraplex.frontends.openai.schema import (
 from loraplex.frontends.openai.tools import left_out, read_tool_use, read_tools, shown_tools
 from loraplex.frontends.openai.unsupported import refuse_unsupported
 from loraplex.serving.backend import ModelCard, TextBackend
-from loraplex.serving.text.chat_format import UNKNOWN_FORMAT, ChatFormat
+from loraplex.serving.text.chat_format import (
+    UNKNOWN_FORMAT,
+    ChatFormat,
+    CompletionSyntax,
+    completion_grammar,
+)
 from loraplex.serving.text.chat_messages import with_calls_as_text, with_tools_described
-from loraplex.serving.text.completion_grammar import completion_grammar
-from loraplex.serving.text.completion_reader import CompletionSyntax
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SEQUENCES = 4096
@@ -199,10 +202,6 @@ def prompts(prompt: str | list[Any], max_prompts: int) -> list[Prompt]:
             param="prompt",
         )
     return [item if isinstance(item, str) else tuple(item) for item in prompt]
-
-
-def load_policy(body: SamplingBody) -> LoadPolicy:
-    return LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO)
 
 
 _CHECKED: Final = frozenset({"stream_options", "prompt_logprobs", "cache_salt", "priority"})

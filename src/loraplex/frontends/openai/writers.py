@@ -51,7 +51,7 @@ from loraplex.frontends.openai.responses import (
     Usage,
 )
 from loraplex.frontends.streams import IndexedOutput
-from loraplex.serving.text.completion_reader import (
+from loraplex.serving.text.chat_format import (
     ALL_IS_CONTENT,
     CompletionDelta,
     CompletionReader,

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from loraplex.core.clock import Clock
@@ -19,12 +19,10 @@ from loraplex.core.errors import (
     PromptTooLongError,
     RateLimitedError,
 )
-from loraplex.core.output import RequestOutput, ResolvedAdapter
 from loraplex.core.principal import Principal, TenantUsage
 from loraplex.core.task import Task
 from loraplex.serving.access.sliding_window import SlidingWindow, Slot
 from loraplex.serving.adapter_usage import AdapterUsage, UsedAdapter
-from loraplex.serving.generation import Generation, Pooling
 
 _RETRY_SECONDS = 1.0
 """Retry-After, in seconds, for too many concurrent requests: the end of one is not known."""
@@ -191,38 +189,3 @@ class Endable(Protocol):
     """Lease of an admitted request: a `Lease`, or one that the owner of the limits has."""
 
     def end(self, num_tokens: int = 0, *, is_error: bool = False) -> None: ...
-
-
-class LeasedOutputs(AsyncIterator[RequestOutput]):
-    """Passes an admitted request's outputs on, and ends its lease with them.
-
-    A request that is left early had its whole prompt, and of its outputs what was delivered.
-    """
-
-    def __init__(self, outputs: Generation | Pooling, lease: Endable) -> None:
-        self._outputs = outputs
-        self._lease = lease
-        self._num_tokens = outputs.num_prompt_tokens
-
-    @property
-    def adapters(self) -> tuple[ResolvedAdapter, ...]:
-        return self._outputs.adapters
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._outputs.num_prompt_tokens
-
-    async def __anext__(self) -> RequestOutput:
-        try:
-            output = await anext(self._outputs)
-        except Exception as error:
-            self._lease.end(self._num_tokens, is_error=isinstance(error, LoraplexError))
-            raise
-        self._num_tokens = self._outputs.num_prompt_tokens + output.num_output_tokens
-        if output.finished:
-            self._lease.end(self._num_tokens)
-        return output
-
-    async def aclose(self) -> None:
-        self._lease.end(self._num_tokens)
-        await self._outputs.aclose()

@@ -8,6 +8,7 @@ from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, ByTaskId
 from loraplex.core.errors import LoraplexError, UnsupportedFeatureError
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -23,7 +24,6 @@ from loraplex.serving.adapter_cards import (
 from loraplex.serving.adapters.declared_changes import DeclaredChanges, check_may_roll_back
 from loraplex.serving.adapters.loading import AdapterLoad, CatalogLoader, inline_name
 from loraplex.serving.catalog import ModelCatalog, describe
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
 

@@ -11,11 +11,11 @@ from loraplex.adapters.version import check_name
 from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.adapters.folders import Found, Log, find_adapters, find_below, read_list
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.path_states import PathStates
 from loraplex.serving.catalog import ModelCatalog
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ from loraplex.core.errors import (
     LoraplexError,
     RateLimitedError,
 )
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog, apply_version, release, unpin_others
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from loraplex.core.errors import (
     LoraplexError,
 )
 from loraplex.core.principal import DEFAULT_TENANT
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters.configured import (
     load_configured,
@@ -38,7 +39,6 @@ from loraplex.serving.adapters.folders import Signature, find_named, signature_o
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.path_states import PathStates
 from loraplex.serving.catalog import ModelCatalog
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
 from loraplex.models.engine_folder import source_model
 from loraplex.models.gguf_config import gguf_of
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
 from loraplex.serving.adapter_cards import (
     AdapterState,
     CanaryReport,
@@ -42,7 +43,6 @@ from loraplex.serving.adapter_cards import (
 from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.canary import NoEffectError, run_canary
 from loraplex.serving.catalog import ModelCatalog, apply_version, is_present
-from loraplex.serving.discovered_adapters import ConfiguredAdapter
 from loraplex.serving.served_model import ServedModel
 
 logger = logging.getLogger(__name__)

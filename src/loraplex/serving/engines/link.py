@@ -191,7 +191,9 @@ class ProcessLink:
 
     def send(self, command: EngineCommand) -> None:
         assert self._identity is not None, "an engine receives nothing before it is ready"
-        self._endpoint.send([self._identity, self._epoch, encode(command)])
+        self._endpoint.socket.send_multipart([self._identity, self._epoch, encode(command)])
+        # Sending takes the sign of messages that have come from the descriptor.
+        self._endpoint.changed.set()
 
     async def receive(self) -> EngineEvent:
         while (frames := await self._next_frames()) is not None:
@@ -282,18 +284,18 @@ class _Endpoint:
         self.logits_dir = os.path.join(self._folder.path, "logits")
         self._context = zmq.Context()
         self.address = f"ipc://{os.path.join(self._folder.path, 'engine')}"
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, 0)
         self.changed = asyncio.Event()
         """Set when there may be something new: messages, or for its owner the engine's end."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._notice)
+        self._loop.add_reader(self.socket.FD, self._notice)
         try:
             self.marker = create_marker_file(Path(self.marker_path))
             os.mkdir(self.logits_dir)
-            self._socket.bind(self.address)
+            self.socket.bind(self.address)
         except OSError as error:
             self.close()
             raise ConfigError(f"cannot write to {self._folder.path}: {error.strerror}") from error
@@ -303,26 +305,22 @@ class _Endpoint:
                 f"cannot open {self.address}: {error.strerror}; TMPDIR may name another folder"
             ) from error
 
-    def send(self, frames: Sequence[bytes]) -> None:
-        self._socket.send_multipart(frames)
-        self.changed.set()  # sending takes the sign of messages that have come from the descriptor
-
     def receive(self) -> list[bytes] | None:
         """Return the next message, or None if none has come yet."""
-        if not int(self._socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN):
+        if not int(self.socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN):
             return None
-        return self._socket.recv_multipart()
+        return self.socket.recv_multipart()
 
     def close(self) -> None:
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.FD)
-        self._socket.close()
+        if not self.socket.closed:
+            self._loop.remove_reader(self.socket.FD)
+        self.socket.close()
         self._context.term()
         self._folder.remove()
 
     def _notice(self) -> None:
         """Take the sign of new messages from the descriptor, which is readable until then."""
-        self._socket.getsockopt(zmq.EVENTS)
+        self.socket.getsockopt(zmq.EVENTS)
         self.changed.set()
 
 

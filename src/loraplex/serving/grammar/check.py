@@ -20,7 +20,7 @@ from loraplex.serving.grammar.forms import (
     schema_form,
     unsupported,
 )
-from loraplex.serving.text.completion_grammar import read_completion_grammar
+from loraplex.serving.text.chat_format import read_completion_grammar
 from loraplex.serving.text.tool_calls.format import arguments_schema
 
 _IGNORED: Final = "Unimplemented keys"

@@ -7,7 +7,7 @@ from typing import Any, Final
 from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar
 from loraplex.core.tools import ToolMode, ToolUse
-from loraplex.serving.text.completion_grammar import CompletionGrammar, Reasoning
+from loraplex.serving.text.chat_format import CompletionGrammar, Reasoning
 from loraplex.serving.text.tool_calls.format import CallSyntax
 from loraplex.serving.text.tool_calls.formats import FORMATS
 from loraplex.serving.text.tool_calls.lark import Lark, pattern_of

@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.serving.grammar.completion_form import completion_form
-from loraplex.serving.text.completion_grammar import CompletionGrammar, read_completion_grammar
+from loraplex.serving.text.chat_format import CompletionGrammar, read_completion_grammar
 from loraplex.serving.text.tool_calls.lark import JSON_WHITE_SPACE, pattern_of
 
 MAX_EBNF_CHARACTERS: Final = 1 << 16

@@ -18,11 +18,10 @@ from loraplex.core.errors import (
 from loraplex.core.output import Pooled, RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
-from loraplex.serving.access.tenant_limits import LeasedOutputs
 from loraplex.serving.admission import check_request
 from loraplex.serving.backend import ModelCard, vector_of
 from loraplex.serving.engines.in_flight_request import OutputStream
-from loraplex.serving.generation import outputs_of
+from loraplex.serving.generation import Generation, Pooling, outputs_of
 from loraplex.serving.local_texts import LocalTexts
 from loraplex.serving.logits_files import discard
 from loraplex.serving.remote.frames import FrameConnection
@@ -72,6 +71,7 @@ class RemoteService:
         self.responses = ResponseMemory()
         """Memory of the responses of this process."""
         self._ids = itertools.count((number << _NUMBER_SHIFT) + 1)
+        self.new_request_id: Callable[[], RequestId] = self._ids.__next__
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[RequestId, OutputStream] = {}
         self._batches = weakref.WeakKeyDictionary[RequestBatch, int]()
@@ -85,9 +85,6 @@ class RemoteService:
     def opened(self) -> None:
         """Report to the owner that the port of this process is open."""
         self.connection.send(Opened(self._number))
-
-    def new_request_id(self) -> RequestId:
-        return next(self._ids)
 
     def models(self, principal: Principal = LOCAL) -> Sequence[ModelCard]:
         allowed = principal.rights.models
@@ -110,12 +107,15 @@ class RemoteService:
     ) -> AsyncIterator[RequestOutput]:
         with self._metrics.admission(request, principal) as record:
             outputs = await self._admitted(request, principal)
-        return self._metrics.observe(request, outputs, record)
+        lease = _RemoteLease(self._leave, request.request_id)
+        return self._metrics.observe(request, outputs, record, lease)
 
     async def pool(self, request: GenerateRequest, principal: Principal) -> Pooled:
         return await vector_of(await self.generate(request, principal))
 
-    async def _admitted(self, request: GenerateRequest, principal: Principal) -> LeasedOutputs:
+    async def _admitted(
+        self, request: GenerateRequest, principal: Principal
+    ) -> Generation | Pooling:
         check_request(request)  # a number out of its range may not fit into a message
         request_id, sent = request.request_id, await self._tokenized(request, principal)
         batch = 0 if request.batch is None else self._number_of(request.batch)
@@ -140,7 +140,7 @@ class RemoteService:
         except LoraplexError:
             self._leave(request_id, 0, is_error=True)
             raise
-        outputs = outputs_of(
+        return outputs_of(
             request,
             engine_request,
             admitted.adapters,
@@ -148,7 +148,6 @@ class RemoteService:
             self._streams[request_id],
             self,
         )
-        return LeasedOutputs(outputs, _RemoteLease(self._leave, request_id))
 
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None:
         """End one sequence of a request; the end of its lease ends the whole request."""

@@ -2,7 +2,7 @@
 
 Templates run in Jinja's immutable sandbox with the settings of transformers' apply_chat_template.
 The sandbox guards values and attributes, not time or memory, so serving renders in a process that
-may be killed (`chat_renderer`). Messages are data: no part of them is ever read as a template.
+may be killed (`local_texts`). Messages are data: no part of them is ever read as a template.
 """
 
 import datetime

@@ -24,8 +24,7 @@ from loraplex.frontends.openai.sampling import sent_names
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, SamplingBody
 from loraplex.frontends.openai.unsupported import REFUSED
 from loraplex.serving.admission import check_request
-from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.serving.text.completion_reader import CompletionSyntax
+from loraplex.serving.text.chat_format import ChatFormat, CompletionSyntax
 from support.echo_service import echo_card
 from support.naming import naming, refused
 

@@ -9,8 +9,7 @@ from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterRef, ByDigest, ByName, ByTaskId
 from loraplex.core.errors import AdapterLoadError, AdapterNotFoundError, PermissionDeniedError
 from loraplex.core.principal import ALL, DEFAULT_TENANT, NONE, Names, Principal, Rights
-from loraplex.serving.access.tenant_adapters import TenantAdapters
-from loraplex.serving.discovered_adapters import DiscoveredAdapters
+from loraplex.serving.access.tenant_adapters import DiscoveredAdapters, TenantAdapters
 from support.fake_loader import fake_source
 from support.fake_runner import FAKE_CAPACITY
 from support.naming import naming, refused

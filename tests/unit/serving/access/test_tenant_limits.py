@@ -11,10 +11,13 @@ from loraplex.core.errors import (
 )
 from loraplex.core.output import FinishReason, RequestOutput, SequenceOutput
 from loraplex.core.principal import Principal, TenantLimits, TenantUsage
+from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate, Pool
-from loraplex.serving.access.tenant_limits import LeasedOutputs, TenantGate
+from loraplex.serving.access.tenant_limits import TenantGate
 from loraplex.serving.adapter_usage import AdapterUsage
+from loraplex.serving.request_metrics import RequestMetrics
+from loraplex.serving.wire_request import GenerationRecord
 from loraplex.testing.fake_clock import FakeClock
 from support.naming import naming, refused
 
@@ -209,6 +212,7 @@ def test_sizes(gate):
 class Outputs:
     """A generation that was scripted."""
 
+    adapters = ()
     num_prompt_tokens = 5
 
     def __init__(self, *outputs):
@@ -247,7 +251,9 @@ class TestTheEndOfARequest:
         return tenant(tokens_per_minute=100)
 
     def leased(self, gate, acme, *outputs):
-        return LeasedOutputs(Outputs(*outputs), enter(gate, acme, 5, max_tokens=50))
+        request = GenerateRequest(request_id=1, model="m", prompt="Hi")
+        record, lease = GenerationRecord(request, "acme", 0), enter(gate, acme, 5, max_tokens=50)
+        return RequestMetrics().observe(request, Outputs(*outputs), record, lease)
 
     def use(self, gate):
         use = gate.use("acme")

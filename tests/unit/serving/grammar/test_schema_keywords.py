@@ -13,9 +13,7 @@ from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.tools import FunctionTool, ToolMode, ToolUse
 from loraplex.serving.grammar.check import GrammarCheck, SpecialTokens
-from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.serving.text.completion_grammar import completion_grammar
-from loraplex.serving.text.completion_reader import CompletionSyntax
+from loraplex.serving.text.chat_format import ChatFormat, CompletionSyntax, completion_grammar
 from support.naming import refused
 
 STRING = {"type": "string"}

@@ -11,8 +11,7 @@ from loraplex.core.tools import (
     FunctionTool,
     ToolUse,
 )
-from loraplex.serving.text.chat_format import chat_format
-from loraplex.serving.text.completion_reader import CompletionSyntax
+from loraplex.serving.text.chat_format import CompletionSyntax, chat_format
 from loraplex.serving.text.detokenizer import IncrementalDetokenizer
 from loraplex.serving.text.reasoning import TAGS
 from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template

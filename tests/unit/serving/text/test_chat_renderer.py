@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from loraplex.core.errors import InvalidRequestError, QueueFullError
+from loraplex.serving.local_texts import ChatRenderer
 from loraplex.serving.sandbox import process
-from loraplex.serving.text.chat_renderer import ChatRenderer
 from support.naming import naming, refused
 from support.wire_requests import of_tenant
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
-from loraplex.serving.text.chat_renderer import CHATS, ChatRenderer
+from loraplex.serving.local_texts import CHATS, ChatRenderer
 from loraplex.serving.text.chat_template import MAX_RENDERED_CHARS, MAX_SOURCE_CHARS, ChatTemplate
 from support.naming import refused
 

@@ -10,13 +10,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.core.adapter import LoadPolicy
 from loraplex.core.errors import InvalidParameterError, LoraplexError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.core.output import RequestOutput, SequenceOutput
 from loraplex.core.request import GenerateRequest
 from loraplex.core.task import Generate
 from loraplex.frontends.field_names import as_sent
-from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.adapter_fields import ModelTarget, adapter_choices
 from loraplex.frontends.openai.context import DIGESTS, OpenAIContext, request_id
 from loraplex.frontends.openai.convert import rendered_chat
@@ -134,7 +134,7 @@ class GuidanceEndpoints:
             prompt=prompt,
             task=Generate(msgspec.structs.replace(sampling, grammar=grammar)),
             adapters=adapter_choices(body, target, "")[0],
-            load_policy=convert.load_policy(body),
+            load_policy=LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO),
             add_special_tokens=add_special,
             priority=body.priority or 0,
             timeout_seconds=body.timeout_seconds,

@@ -12,7 +12,7 @@ from loraplex.frontends.long_json import LongList
 from loraplex.frontends.openai.responses import ContentLogprob
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.input_items import new_id
-from loraplex.serving.text.completion_reader import CompletionDelta
+from loraplex.serving.text.chat_format import CompletionDelta
 
 Number = Callable[[], int]
 """The next sequence_number."""

@@ -18,7 +18,7 @@ from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.responses_api.tools import shown_tools
 from loraplex.frontends.openai.writers import CallFields, UsageCounter, adapter_headers
 from loraplex.frontends.streams import IndexedOutput
-from loraplex.serving.text.completion_reader import CompletionDelta, CompletionSyntax
+from loraplex.serving.text.chat_format import CompletionDelta, CompletionSyntax
 
 Logprobs = Sequence[TokenLogprob]
 Keep = Callable[[wire.ResponseObject], None]

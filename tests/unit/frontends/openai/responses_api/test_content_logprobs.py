@@ -9,7 +9,7 @@ from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
 from loraplex.frontends.openai.responses_api.writer import ContentLogprobs
-from loraplex.serving.text.completion_reader import CompletionDelta
+from loraplex.serving.text.chat_format import CompletionDelta
 from support.echo_service import EchoService
 
 

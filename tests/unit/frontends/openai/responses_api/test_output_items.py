@@ -6,7 +6,7 @@ from typing import Any
 from loraplex.core.tools import CallDelta
 from loraplex.frontends.openai.responses_api import objects as wire
 from loraplex.frontends.openai.responses_api.output_items import OutputItems
-from loraplex.serving.text.completion_reader import CompletionDelta
+from loraplex.serving.text.chat_format import CompletionDelta
 
 THOUGHT = CompletionDelta(reasoning="hm")
 TEXT = CompletionDelta(content="yes", parts=("yes",))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from loraplex.core.tools import FunctionTool, ToolUse
-from loraplex.serving.text.chat_format import ChatFormat
-from loraplex.serving.text.completion_reader import CompletionSyntax
+from loraplex.serving.text.chat_format import ChatFormat, CompletionSyntax
 from loraplex.serving.text.tool_calls.parameters import json_of, properties
 
 
