@@ -16,7 +16,7 @@ from loraplex.core.output import EngineOutput, FinishReason
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
-from loraplex.core.task import Activation, Generate, Pool, Task
+from loraplex.core.task import Generate, Pool, PoolActivation, Task
 from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from loraplex.engine.engine import build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
@@ -180,8 +180,8 @@ def test_a_prefix_hit_and_what_is_done_to_a_vector(computed, adapters) -> None:
         Pool(normalize=False),
         Pool(dimensions=5),
         Pool(dimensions=5, normalize=False),
-        Pool(activation=Activation.SIGMOID, normalize=False),
-        Pool(activation=Activation.SOFTMAX, normalize=False),
+        Pool(activation=PoolActivation.SIGMOID, normalize=False),
+        Pool(activation=PoolActivation.SOFTMAX, normalize=False),
     ]
     results = list(run.results([(pool, PROMPT, name) for pool in pools]))
     run.close()

@@ -66,7 +66,7 @@ class PoolKind(enum.StrEnum):
         return self is not PoolKind.LAST
 
 
-class Activation(enum.StrEnum):
+class PoolActivation(enum.StrEnum):
     """Function of the values of a vector."""
 
     NONE = "none"
@@ -80,7 +80,7 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True, tag="pool"):
     kind: PoolKind = PoolKind.LAST
     dimensions: int | None = None
     """Number of first values to keep; None: all."""
-    activation: Activation = Activation.NONE
+    activation: PoolActivation = PoolActivation.NONE
     normalize: bool = True
     """Divide the vector by its length."""
 
@@ -103,7 +103,7 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True, tag="pool"):
     def validate(self) -> None:
         """Raise InvalidParameterError for a value out of its range."""
         _check_member("kind", PoolKind, self.kind)
-        _check_member("activation", Activation, self.activation)
+        _check_member("activation", PoolActivation, self.activation)
         if type(self.normalize) is not bool:
             raise InvalidParameterError(
                 f"normalize must be true or false, got {self.normalize!r}", param="normalize"

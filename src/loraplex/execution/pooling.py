@@ -6,7 +6,7 @@ import torch
 
 from loraplex.core.errors import RowFailedError
 from loraplex.core.plan import RowResult, RowStep, Slot
-from loraplex.core.task import Activation, Pool
+from loraplex.core.task import Pool, PoolActivation
 from loraplex.execution.sampling.pending_samples import PendingSample
 from loraplex.kernels.accelerator import Accelerator, DeviceEvent
 
@@ -17,9 +17,9 @@ def vector(x: torch.Tensor, pool: Pool) -> torch.Tensor:
     A vector of fewer dimensions has the length 1 again if it is normalized, as OpenAI's have.
     """
     x = x[: pool.dimensions]
-    if pool.activation is Activation.SIGMOID:
+    if pool.activation is PoolActivation.SIGMOID:
         x = torch.sigmoid(x)
-    elif pool.activation is Activation.SOFTMAX:
+    elif pool.activation is PoolActivation.SOFTMAX:
         x = torch.softmax(x, -1)
     return x / torch.linalg.vector_norm(x).clamp_min(1e-12) if pool.normalize else x
 

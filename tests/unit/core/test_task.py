@@ -7,7 +7,7 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.output import EngineOutput, FinishReason, SequenceDelta
 from loraplex.core.plan import RowAdded, RowResult, RowStep, StepPlan, StepResult, Wanted
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.core.task import Activation, Generate, Pool, PoolKind, Task
+from loraplex.core.task import Generate, Pool, PoolActivation, PoolKind, Task
 
 GENERATE_MESSAGES = {
     StepPlan(
@@ -54,7 +54,7 @@ def test_a_row_that_joins_has_its_task_without_defaults():
 
 @pytest.mark.parametrize(
     "task",
-    [Generate(), Pool(), Pool(PoolKind.MEAN, 3, Activation.SOFTMAX, normalize=False)],
+    [Generate(), Pool(), Pool(PoolKind.MEAN, 3, PoolActivation.SOFTMAX, normalize=False)],
 )
 def test_tasks_survive_the_wire(task):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task) == task
