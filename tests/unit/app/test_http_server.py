@@ -6,6 +6,7 @@ import json
 
 import pytest
 from starlette.applications import Starlette
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -76,6 +77,7 @@ async def _endless(request: Request) -> Response:
     async def chunks():
         try:
             while True:
+                request.app.state.num_chunks += 1
                 yield bytes(100_000)
                 await asyncio.sleep(0)
         finally:
@@ -110,16 +112,24 @@ class Raw:
 class Port:
     """A small app on a port with limits."""
 
-    def __init__(self, number: int, connections: HttpConnections, left: asyncio.Event) -> None:
+    def __init__(self, number: int, connections: HttpConnections, state: State) -> None:
         self.number, self.connections = number, connections
-        self.left = left
+        self.left = state.left
         """Event that is set when a waiting client has left."""
+        self._state = state
         self._stack = contextlib.AsyncExitStack()
 
     async def connect(self) -> Raw:
         raw = Raw(*await asyncio.open_connection("127.0.0.1", self.number))
         self._stack.callback(raw.writer.close)
         return raw
+
+    async def is_stuck(self) -> None:
+        """Wait until a stream without end has no place for more."""
+        num_before = -1
+        while num_before < self._state.num_chunks:
+            num_before = self._state.num_chunks
+            await settle()
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -143,6 +153,7 @@ async def port():
             ]
             inner = Starlette(routes=routes)
             inner.state.left = asyncio.Event()
+            inner.state.num_chunks = 0
             app = RequestMiddleware(
                 inner,
                 Telemetry(),
@@ -153,7 +164,7 @@ async def port():
             )
             connections = HttpConnections()
             number = await stack.enter_async_context(serving_http(app, config, 0, connections))
-            port = Port(number, connections, inner.state.left)
+            port = Port(number, connections, inner.state)
             stack.push_async_callback(port.close)
             return port
 
@@ -349,6 +360,8 @@ async def test_a_stream_that_is_not_read_ends(port):
     server = await port(body_timeout_seconds=30)
     raw = await server.connect()
     raw.send(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+    await settle()
+    await server.is_stuck()
     await skip(29)
     assert not server.left.is_set()
     await skip(2)
