@@ -1,9 +1,11 @@
-"""How many threads tests of tiny models have."""
+"""How many threads tests of tiny models have, and staging workers that they share."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from support.kept_staging import keeping_staging_processes
 
 
 @pytest.fixture(scope="module")
@@ -13,3 +15,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_staging() -> Iterator[None]:
+    with keeping_staging_processes():
+        yield

@@ -7,7 +7,14 @@ import pytest
 from loraplex.app.serving_process import new_event_loop
 from loraplex.core.errors import ConfigError
 from support.fake_engine_process import FakeEngineSettings
+from support.kept_staging import keeping_staging_processes
 from support.server_in_loop import ServerInLoop
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_staging():
+    with keeping_staging_processes():
+        yield
 
 
 def pytest_asyncio_loop_factories(config, item):
