@@ -19,8 +19,7 @@ from loraplex.compat.triton.setting_rows import ENGINE_ARGS
 from loraplex.core.metrics_config import MetricsConfig
 from loraplex.core.support import Feature, Section, Support, support_of
 from loraplex.frontends.kserve.grpc.health import SERVICE as HEALTH_SERVICE
-from loraplex.frontends.kserve.grpc.servicer import TritonServicer
-from loraplex.frontends.kserve.grpc.stream import ERRORS_END_STREAM
+from loraplex.frontends.kserve.grpc.servicer import ERRORS_END_STREAM, TritonServicer
 from loraplex.frontends.kserve.http.body import HEADER_LENGTH
 from loraplex.frontends.kserve.http.routes import Resource, kserve_routes
 from loraplex.frontends.kserve.management import FIXED_TRACE_SETTINGS, OTHER_LOG_NAMES

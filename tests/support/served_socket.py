@@ -15,8 +15,8 @@ from anyio.from_thread import start_blocking_portal
 
 from loraplex.app.server import end_of_input
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
+from loraplex.frontends.kserve.request_socket import serving_socket
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.socket.server import serving_socket
 from loraplex.frontends.kserve.stub.wire import SILENCE_SECONDS
 from loraplex.serving.backend import Backend
 from support.echo_service import EchoService

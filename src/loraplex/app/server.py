@@ -35,8 +35,8 @@ from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.grpc.server import GrpcLimits, GrpcServer
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
+from loraplex.frontends.kserve.request_socket import serving_socket
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.socket.server import serving_socket
 from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.telemetry.connections import HttpConnections
 from loraplex.serving.access.api_key_ring import ApiKeys

@@ -1,17 +1,21 @@
-"""One admitted inference request: the outputs of its batch, in one response or as a stream."""
+"""One admitted inference request: the outputs of its batch, in one response or as a stream.
 
+Another request can stop it. A stop request has the client's id of that request; without an id it
+means the requests of its own stream.
+"""
+
+import asyncio
 import functools
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 import msgspec
 
-from loraplex.core.errors import LoraplexError
+from loraplex.core.errors import InvalidRequestError, LoraplexError
 from loraplex.core.output import RequestOutput, ResolvedAdapter, SequenceOutput
-from loraplex.frontends.kserve.active import ActiveRequest, merged
 from loraplex.frontends.kserve.errors import vllm_failure
 from loraplex.frontends.kserve.messages import (
     InferRequest,
@@ -19,16 +23,116 @@ from loraplex.frontends.kserve.messages import (
     Parameter,
     ResponseStream,
 )
-from loraplex.frontends.kserve.models.completion import SequenceSoFar
 from loraplex.frontends.kserve.models.convert import TritonGeneration
 from loraplex.frontends.kserve.models.kinds import BackendDialect
-from loraplex.frontends.kserve.models.output_tensors import output_tensors, without_batch
+from loraplex.frontends.kserve.models.output_tensors import (
+    SequenceSoFar,
+    output_tensors,
+    without_batch,
+)
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.statistics import Recording
 from loraplex.frontends.kserve.tensors import Tensor
 from loraplex.frontends.kserve.token_metrics import TokenTimes
 from loraplex.frontends.streams import done
 from loraplex.serving.backend import close_outputs
+from loraplex.serving.interleaving import interleaved
+
+T = TypeVar("T")
+
+
+class StopSignal:
+    """Said by anyone on the loop, once; it ends the wait of the one reader, if that waits."""
+
+    is_set = False
+    _reader: asyncio.Task[object] | None = None
+    _has_interrupted = False
+
+    def set(self) -> None:
+        """Idempotent."""
+        if not self.is_set:
+            self.is_set = True
+            if self._reader is not None:
+                self._has_interrupted = True
+                self._reader.cancel()
+
+    async def result_before_stop(self, read: Callable[[], Awaitable[T]]) -> T | None:
+        """What it reads, or None as soon as stop is said."""
+        if self.is_set:
+            return None
+        self._reader = reader = asyncio.current_task()
+        try:
+            return await read()
+        except asyncio.CancelledError:
+            # Others may have cancelled the reader, too: that is not ours to end.
+            if not self._has_interrupted or reader is None or reader.uncancel() > 0:
+                raise
+            return None
+        finally:
+            self._reader = None
+
+
+class StreamScope:
+    """One bidirectional stream of a client. Only its identity matters."""
+
+
+class ActiveRequest(StopSignal):
+    """Once it is stopped, it ends with what it has."""
+
+    def __init__(
+        self, others: "ActiveRequests", key: tuple[str, str], scope: StreamScope | None
+    ) -> None:
+        """key: its tenant, and the client's request id."""
+        self.key = key
+        self.scope = scope
+        self._others = others
+        others.by_key.setdefault(key, set()).add(self)
+
+    def end(self) -> None:
+        """Nothing is left to stop. Idempotent."""
+        self._others.remove(self)
+
+
+class ActiveRequests:
+    """Ids may repeat: a stop request then stops every request of its id."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[str, str], set[ActiveRequest]] = {}
+
+    def remove(self, request: ActiveRequest) -> None:
+        """Idempotent."""
+        requests = self.by_key.get(request.key)
+        if requests is not None:
+            requests.discard(request)
+            if not requests:
+                del self.by_key[request.key]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_key.values()))
+
+    def stop(self, tenant: str, client_request_id: str, scope: StreamScope | None) -> None:
+        """Stop the requests that a stop request means. None of them is fine: it has ended.
+
+        Raises InvalidRequestError for a stop request without an id that came alone.
+        """
+        if client_request_id:
+            victims = self.by_key.get((tenant, client_request_id), set())
+        elif scope is not None:
+            victims = {
+                request
+                for requests in self.by_key.values()
+                for request in requests
+                if request.scope is scope
+            }
+        else:
+            raise InvalidRequestError(
+                "Trying to stop a request but request ID is not provided; send the id of the "
+                "request to stop, or send the stop request over the same stream",
+                param="id",
+            )
+        for request in victims:
+            request.set()
+
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +156,8 @@ class Inference(ResponseStream):
         self._model = model
         self._request = request
         self._streams = streams
-        self._outputs = merged(streams, active)
+        self._outputs = interleaved(streams) if len(streams) > 1 else alone(streams[0])
+        self._read = functools.partial(anext, self._outputs, None)
         self._active = active
         self._recording = recording
         self._is_streamed = generations[0].is_streamed
@@ -73,11 +178,11 @@ class Inference(ResponseStream):
         with self._recording:
             try:
                 while self._num_running:
-                    output = await self._outputs.next()
-                    if output is None:
+                    found = await self._active.result_before_stop(self._read)
+                    if found is None:
                         self._begin_all()
                         break
-                    self._take(self._outputs.index, output)
+                    self._take(*found)
             except LoraplexError as error:
                 raise_in_dialect(self._model, error)
             response = await self._response(self._batch, is_final=True)
@@ -92,12 +197,12 @@ class Inference(ResponseStream):
         """
         with self._recording:
             while not self._ready and not self._is_over:
-                output = await self._next_output()
-                if output is None:
+                found = await self._next_output()
+                if found is None:
                     await self._end()
                 else:
-                    for step in self._steps(output):
-                        await self._add_pieces(self._outputs.index, step)
+                    for step in self._steps(found[1]):
+                        await self._add_pieces(found[0], step)
         if not self._ready:
             raise StopAsyncIteration
         response = self._ready.popleft()
@@ -123,10 +228,10 @@ class Inference(ResponseStream):
         if words:
             logger.debug("[vllm] Successfully cancelled the request %s", self._request.request_id)
 
-    async def _next_output(self) -> RequestOutput | None:
-        """Next output of any element; None at the end and once the request is stopped."""
+    async def _next_output(self) -> tuple[int, RequestOutput] | None:
+        """An element and its next output; None at the end and once the request is stopped."""
         try:
-            return await self._outputs.next()
+            return await self._active.result_before_stop(self._read)
         except LoraplexError as error:
             raise_in_dialect(self._model, error)
 
@@ -314,6 +419,12 @@ def select(
     the model has none."""
     kept = [tensor for tensor in tensors if tensor.name in requested] if requested else tensors
     return tuple(kept if model.max_batch_size else without_batch(model.kind, kept))
+
+
+async def alone(stream: AsyncIterator[T]) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield what `interleaved` yields of one stream, without a task for each item."""
+    async for item in stream:
+        yield 0, item
 
 
 def raise_in_dialect(model: TritonModel, error: LoraplexError) -> NoReturn:

@@ -210,36 +210,27 @@ class Management:
         self._traces = KeptTraceSettings(sends_traces=sends_traces)
         self._logs = LiveLogSettings()
 
-    def trace_settings(self, principal: Principal, model: str) -> dict[str, TraceValue]:
-        """Trace settings of a model, or without a name of the server."""
-        principal.require_operator(_SEE)
-        self._check_traced(model)
-        return self._traces.of(model)
-
     def change_trace(
-        self, principal: Principal, model: str, changes: Mapping[str, Sequence[str] | None]
+        self,
+        principal: Principal,
+        model: str,
+        changes: Mapping[str, Sequence[str] | None] = MappingProxyType({}),
     ) -> dict[str, TraceValue]:
+        """Return the trace settings of a model, or without a name of the server, as changed."""
         principal.require_operator(_CHANGE if changes else _SEE)
-        self._check_traced(model)
+        if model:
+            try:
+                self._catalog.find(model)
+            except ModelNotFoundError:
+                raise InvalidRequestError(
+                    f"Request for unknown model : {model}", param="model"
+                ) from None
         return self._traces.update(changes, model)
 
-    def _check_traced(self, model: str) -> None:
-        if not model:
-            return
-        try:
-            self._catalog.find(model)
-        except ModelNotFoundError:
-            raise InvalidRequestError(
-                f"Request for unknown model : {model}", param="model"
-            ) from None
-
-    def log_settings(self, principal: Principal) -> dict[str, LogValue]:
-        principal.require_operator(_SEE)
-        return self._logs.report()
-
     def change_log(
-        self, principal: Principal, changes: Mapping[str, object]
+        self, principal: Principal, changes: Mapping[str, object] = MappingProxyType({})
     ) -> dict[str, LogValue]:
+        """Return the log settings as changed."""
         principal.require_operator(_CHANGE if changes else _SEE)
         return self._logs.update(changes)
 

@@ -26,13 +26,19 @@ from loraplex.core.output import RequestOutput
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.request import GenerateRequest, RequestId
 from loraplex.frontends.field_names import as_sent
-from loraplex.frontends.kserve.active import ActiveRequest, ActiveRequests, StreamScope
 from loraplex.frontends.kserve.errors import (
     FailedResponse,
     in_tensorrt_words,
     unknown_lora,
 )
-from loraplex.frontends.kserve.inference import Inference, raise_in_dialect, select
+from loraplex.frontends.kserve.inference import (
+    ActiveRequest,
+    ActiveRequests,
+    Inference,
+    StreamScope,
+    raise_in_dialect,
+    select,
+)
 from loraplex.frontends.kserve.management import Management
 from loraplex.frontends.kserve.messages import (
     REQUEST_TYPE,

@@ -4,10 +4,9 @@ from msgspec.structs import replace
 
 from loraplex.core.output import FinishReason, Logits, SequenceOutput, TokenLogprob
 from loraplex.core.request import GenerateRequest
-from loraplex.frontends.kserve.models.completion import SequenceSoFar
 from loraplex.frontends.kserve.models.convert import TritonGeneration
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
-from loraplex.frontends.kserve.models.output_tensors import output_tensors
+from loraplex.frontends.kserve.models.output_tensors import SequenceSoFar, output_tensors
 from loraplex.frontends.kserve.tensors import to_raw
 
 END = 99

@@ -13,8 +13,7 @@ from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.frontends.kserve.models.convert import RequestHead, convert, split_words
 from loraplex.frontends.kserve.models.inputs import read_inputs
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM
-from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.triton_model import ModelOptions, TritonModel
+from loraplex.frontends.kserve.models.triton_model import ModelOptions, ModelTexts, TritonModel
 from loraplex.frontends.kserve.tensors import DATATYPES, Tensor, from_values
 from support.echo_service import EchoService, echo_card
 from support.naming import naming, refused

@@ -12,11 +12,11 @@ from tritonclient.grpc import service_pb2 as pb
 
 from loraplex.core.errors import ModelNotFoundError, UnauthenticatedError
 from loraplex.core.principal import LOCAL, Principal
+from loraplex.frontends.access import everyone_is_local
 from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.grpc.calls import (
     MAX_DETAILS,
     OPEN_RPCS,
-    Authentication,
     Calls,
     Rpc,
     RpcCall,
@@ -73,9 +73,18 @@ def reported() -> list[WireRequest]:
 def handler(reported):
     """A function (behavior, **fields of the RPC) -> what gRPC would call."""
 
-    def make(behavior, entry=None, unread_seconds=60.0, **fields):
-        authentication = entry or Authentication(lambda _: LOCAL)
-        calls = Calls(Telemetry([reported.append]), authentication, BodyMemory(), unread_seconds)
+    def make(
+        behavior,
+        authenticate=everyone_is_local,
+        unread_seconds=60.0,
+        *,
+        health_is_open=True,
+        **fields,
+    ):
+        calls = Calls(
+            *(Telemetry([reported.append]), authenticate, BodyMemory(), unread_seconds),
+            health_is_open=health_is_open,
+        )
         rpc = Rpc(**{"name": "/s/M", "behavior": behavior} | fields, response=pb.ServerLiveResponse)
         calls.add(rpc)
         found = calls.service(types.SimpleNamespace(method=rpc.name, invocation_metadata=()))
@@ -247,7 +256,7 @@ class TestAccess:
 
         context = Context()
         with pytest.raises(grpc.aio.AbortError):
-            await handler(behavior, Authentication(self._refuse))(1, context)
+            await handler(behavior, self._refuse)(1, context)
         assert (context.status, begun) == ("UNAUTHENTICATED: no key", [])
         assert reported[0].status == "UNAUTHENTICATED"
 
@@ -258,7 +267,7 @@ class TestAccess:
         async def behavior(message, call):
             return message
 
-        calls = Calls(Telemetry(), Authentication(authenticate), BodyMemory(), 60.0)
+        calls = Calls(Telemetry(), authenticate, BodyMemory(), 60.0)
         for name in ("/s/M", *OPEN_RPCS):
             calls.add(Rpc(name=name, behavior=behavior, response=pb.ServerLiveResponse))
 
@@ -276,11 +285,11 @@ class TestAccess:
         async def behavior(message, call):
             return call.principal
 
-        principal = await handler(behavior, Authentication(self._refuse), name=name)(1, Context())
+        principal = await handler(behavior, self._refuse, name=name)(1, Context())
         assert principal != LOCAL
         rights = principal.rights
         assert not any((rights.operator, rights.models, rights.use, rights.list, rights.manage))
-        closed = handler(behavior, Authentication(self._refuse, health_is_open=False), name=name)
+        closed = handler(behavior, self._refuse, health_is_open=False, name=name)
         with pytest.raises(grpc.aio.AbortError):
             await closed(1, Context())
 

@@ -1,9 +1,11 @@
 import asyncio
 import contextlib
+import functools
 
 import pytest
 
-from loraplex.frontends.kserve.active import StopSignal, merged
+from loraplex.frontends.kserve.inference import StopSignal, alone
+from loraplex.serving.interleaving import interleaved
 
 
 async def count(limit, *, pause=0.0, fail_at=None):
@@ -16,10 +18,12 @@ async def count(limit, *, pause=0.0, fail_at=None):
 
 async def read(*streams, stop=None):
     """All items, and in the end nothing is left."""
-    items = []
-    async with contextlib.aclosing(merged(streams, stop or StopSignal())) as merging:
-        while (item := await merging.next()) is not None:
-            items.append((merging.index, item))
+    items, stop = [], stop or StopSignal()
+    merged = interleaved(streams) if len(streams) > 1 else alone(streams[0])
+    async with contextlib.aclosing(merged) as merging:
+        read_next = functools.partial(anext, merging, None)
+        while (found := await stop.result_before_stop(read_next)) is not None:
+            items.append(found)
     return items
 
 
@@ -66,8 +70,8 @@ async def test_at_most_one_item_of_a_stream_is_read_ahead():
             numbers.append(number)
             yield number
 
-    async with contextlib.aclosing(merged([noted(5), count(1)], StopSignal())) as merging:
-        while (await merging.next(), merging.index) != (1, 0):
+    async with contextlib.aclosing(interleaved([noted(5), count(1)])) as merging:
+        while await anext(merging) != (0, 1):
             pass
         await asyncio.sleep(0.01)
         assert numbers == [1, 2]
@@ -75,8 +79,8 @@ async def test_at_most_one_item_of_a_stream_is_read_ahead():
 
 async def test_nothing_is_left_running():
     before = asyncio.all_tasks()
-    merging = merged([count(100, pause=0.001), count(100, pause=60)], StopSignal())
-    await merging.next()
+    merging = interleaved([count(100, pause=0.001), count(100, pause=60)])
+    await anext(merging)
     await merging.aclose()
     assert asyncio.all_tasks() == before
 

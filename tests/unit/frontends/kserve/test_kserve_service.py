@@ -18,8 +18,7 @@ from loraplex.core.errors import (
     RowFailedError,
 )
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
-from loraplex.frontends.kserve.active import StreamScope
-from loraplex.frontends.kserve.inference import MAX_UNREAD_STEPS
+from loraplex.frontends.kserve.inference import MAX_UNREAD_STEPS, StreamScope
 from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.model_control import ControlMode, ModelControl
 from loraplex.frontends.kserve.service import TritonService

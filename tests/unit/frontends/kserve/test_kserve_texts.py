@@ -2,7 +2,7 @@
 
 import pytest
 
-from loraplex.frontends.kserve.models.texts import ModelTexts
+from loraplex.frontends.kserve.models.triton_model import ModelTexts
 from loraplex.text.tokenizer import load_tokenizer
 from support import tiny_tokenizers
 from support.echo_service import EchoService

@@ -17,7 +17,7 @@ import pytest
 from loraplex.core.errors import ConfigError, QueueFullError, StepFailedError
 from loraplex.frontends.kserve.models.kinds import VLLM
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
-from loraplex.frontends.kserve.socket.server import bind
+from loraplex.frontends.kserve.request_socket import bind
 from loraplex.frontends.kserve.stub.connection import Connection, ConnectionLost, MessageTooLarge
 from loraplex.frontends.kserve.stub.wire import (
     LENGTH,

@@ -40,22 +40,6 @@ OPEN_RPCS = frozenset(
 """RPCs of load balancers. They ignore their messages, so these are not read: see `Calls`."""
 
 
-class Authentication:
-    """Principal of each RPC. A new RPC requires a key."""
-
-    def __init__(self, authenticate: Authenticate, *, health_is_open: bool = True) -> None:
-        self._authenticate = authenticate
-        self._open = OPEN_RPCS if health_is_open else frozenset()
-
-    def of(self, rpc: str) -> Callable[[Mapping[str, str]], Principal]:
-        """Function from a call's metadata to its principal. It raises UnauthenticatedError."""
-        return without_key if self.is_open(rpc) else self._authenticate
-
-    def is_open(self, rpc: str) -> bool:
-        """Return whether an RPC needs no key."""
-        return rpc in self._open
-
-
 RETRY_AFTER = "retry-after"
 """Trailing metadata: seconds, as HTTP's header of the name has them."""
 MAX_DETAILS = 4000
@@ -131,10 +115,12 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     def __init__(
         self,
         telemetry: Telemetry,
-        authentication: Authentication,
+        authenticate: Authenticate,
         messages: BodyMemory,
         unread_seconds: float,
         responses: ResponseMemory | None = None,
+        *,
+        health_is_open: bool = True,
     ) -> None:
         """messages: memory of the messages, from when gRPC has read them. unread_seconds: how long
         a client may take to read each SENT_BYTES of a response of a stream. responses: their
@@ -143,15 +129,16 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._unread_seconds = unread_seconds
         self._telemetry = telemetry
         self._messages = messages
-        self._authentication = authentication
+        self._authenticate = authenticate
+        self._open = OPEN_RPCS if health_is_open else frozenset()
         self._rpcs: dict[str, Rpc] = {}
         self._handlers: dict[str, Any] = {}
 
     def add(self, rpc: Rpc) -> None:
-        is_open = self._authentication.is_open(rpc.name)
+        is_open = rpc.name in self._open
         if is_open:
             rpc = msgspec.structs.replace(rpc, reader=None)
-        serve = self._around(rpc, self._authentication.of(rpc.name))
+        serve = self._around(rpc, without_key if is_open else self._authenticate)
         self._rpcs[rpc.name] = rpc
         self._handlers[rpc.name] = _handler(rpc, serve, is_read=not is_open)
 
@@ -162,7 +149,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         if rpc is None:
             return None
         try:
-            self._authentication.of(name)(_texts(handler_call_details.invocation_metadata))
+            if name not in self._open:
+                self._authenticate(_texts(handler_call_details.invocation_metadata))
         except LoraplexError as error:
             return _handler(rpc, self._around(rpc, _refusing(error)), is_read=False)
         return self._handlers[name]

@@ -13,7 +13,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.body_limits import BodyMemory
-from loraplex.frontends.kserve.grpc.calls import Authentication, Calls
+from loraplex.frontends.kserve.grpc.calls import Calls
 from loraplex.frontends.kserve.grpc.health import health_rpcs
 from loraplex.frontends.kserve.grpc.servicer import TritonServicer
 from loraplex.frontends.kserve.service import TritonService
@@ -94,13 +94,13 @@ class GrpcServer:
         """health_is_open: health checks need no key. telemetry: of the whole server; None: one
         without readers. messages, responses: their memory; None: without a limit. tls: returns
         the key and the certificates, in PEM form, for each new connection; None: plain text."""
-        authentication = Authentication(authenticate, health_is_open=health_is_open)
         self._calls = Calls(
             telemetry or Telemetry(),
-            authentication,
+            authenticate,
             messages or BodyMemory(),
             limits.unread_seconds,
             responses,
+            health_is_open=health_is_open,
         )
         servicer = TritonServicer(service, limits.max_values)
         for rpc in (*servicer.rpcs(), *health_rpcs(servicer.is_ready)):

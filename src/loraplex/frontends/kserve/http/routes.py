@@ -1,17 +1,26 @@
 """Routes under /v2 and their responses. Bodies are read, checked and written elsewhere."""
 
 import asyncio
+import base64
+import binascii
+import dataclasses
 import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loraplex.core.errors import InvalidRequestError, LoraplexError
-from loraplex.core.support import Support, support_of
+from loraplex.core.errors import (
+    InvalidRequestError,
+    LoraplexError,
+    PermissionDeniedError,
+    UnsupportedFeatureError,
+)
+from loraplex.core.support import Support, support_note, support_of
 from loraplex.frontends.access import (
     Authenticate,
     everyone_is_local,
@@ -22,12 +31,13 @@ from loraplex.frontends.access import (
 from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
 from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import (
+    AlreadyExistsError,
+    NotFoundError,
     as_loraplex_error,
     message_of,
     status_of,
     status_of_kind,
 )
-from loraplex.frontends.kserve.http.admin import AdminApi
 from loraplex.frontends.kserve.http.body import (
     DEFAULT_MAX_BODY_BYTES,
     HEADER_LENGTH,
@@ -47,7 +57,12 @@ from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.models.triton_model import TritonModel
 from loraplex.frontends.kserve.outputs import Wishes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.shared_memory import TenantMemory
+from loraplex.frontends.kserve.shared_memory import (
+    TenantMemory,
+    no_cuda_region,
+    refuse_cuda,
+    tenant_with_memory,
+)
 from loraplex.frontends.long_json import encoded
 from loraplex.frontends.middleware import RecordedRoute
 from loraplex.frontends.openapi.operation import (
@@ -75,6 +90,8 @@ _JSON_LENGTH = Parameter(
     HEADER_LENGTH, "Bytes of JSON, where binary data follow it; absent where none do."
 )
 
+_OF_REGIONS = (PermissionDeniedError, NotFoundError, AlreadyExistsError)
+_OF_LOADS = (*ANY_ERROR, NotFoundError)
 _NOT_FOUND = json_response({"error": "Not Found"}, 404)
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client has gone; only logs show it."""
@@ -89,7 +106,6 @@ def kserve_routes(
 ) -> list[RecordedRoute]:
     """All routes under /v2. The last one returns 404 for every other path there."""
     api = KServeApi(service, max_body_bytes, json_limits)
-    admin = AdminApi(service, max_body_bytes)
     of_model: dict[str, Mapping[str, Handler]] = {
         "infer": {"POST": api.infer},
         "generate": {"POST": api.generate},
@@ -111,7 +127,7 @@ def kserve_routes(
     table += [
         *without.items(),
         ("/v2/models/stats", {"GET": api.statistics}),
-        *_admin_table(admin),
+        *_admin_table(api),
         ("/v2/models/{model:path}/versions/{version}", {"GET": api.metadata}),
         ("/v2/models/{model:path}", {"GET": api.metadata}),
         ("/v2/{path:path}", {}),
@@ -122,28 +138,28 @@ def kserve_routes(
     ]
 
 
-def _admin_table(admin: AdminApi) -> list[tuple[str, Mapping[str, Handler]]]:
-    trace = {"GET": admin.trace, "POST": admin.change_trace}
+def _admin_table(api: "KServeApi") -> list[tuple[str, Mapping[str, Handler]]]:
+    trace = {"GET": api.trace, "POST": api.change_trace}
     system, cuda = "/v2/systemsharedmemory", "/v2/cudasharedmemory"
     table: list[tuple[str, Mapping[str, Handler]]] = [
         ("/v2/trace/setting", trace),
         ("/v2/models/{model:path}/trace/setting", trace),
-        ("/v2/logging", {"GET": admin.log, "POST": admin.change_log}),
-        (f"{system}/region/{{region:path}}/register", {"POST": admin.memory_register}),
-        (f"{cuda}/region/{{region:path}}/register", {"POST": admin.cuda_register}),
+        ("/v2/logging", {"GET": api.log, "POST": api.change_log}),
+        (f"{system}/region/{{region:path}}/register", {"POST": api.memory_register}),
+        (f"{cuda}/region/{{region:path}}/register", {"POST": api.cuda_register}),
     ]
     for of_region in ("", "/region/{region:path}"):
         table += [
-            (f"{system}{of_region}/status", {"GET": admin.memory_status}),
-            (f"{system}{of_region}/unregister", {"POST": admin.memory_unregister}),
-            (f"{cuda}{of_region}/status", {"GET": admin.cuda_status}),
-            (f"{cuda}{of_region}/unregister", {"POST": admin.cuda_unregister}),
+            (f"{system}{of_region}/status", {"GET": api.memory_status}),
+            (f"{system}{of_region}/unregister", {"POST": api.memory_unregister}),
+            (f"{cuda}{of_region}/status", {"GET": api.cuda_status}),
+            (f"{cuda}{of_region}/unregister", {"POST": api.cuda_unregister}),
         ]
     for repository in ("/v2/repository", "/v2/repository/{repository}"):
         table += [
-            (f"{repository}/index", {"POST": admin.index}),
-            (f"{repository}/models/{{model:path}}/load", {"POST": admin.load}),
-            (f"{repository}/models/{{model:path}}/unload", {"POST": admin.unload}),
+            (f"{repository}/index", {"POST": api.index}),
+            (f"{repository}/models/{{model:path}}/load", {"POST": api.load}),
+            (f"{repository}/models/{{model:path}}/unload", {"POST": api.unload}),
         ]
     return table
 
@@ -358,6 +374,169 @@ class KServeApi:
         tensors = (tensor for tensor in request.inputs if tensor.name == row)
         return any(tensor.array.any() for tensor in tensors)
 
+    # ------------------------------------------------------------ shared memory
+
+    @described(json_of(list[wire.Region]), tag="triton", errors=_OF_REGIONS)
+    async def memory_status(self, request: HttpRequest) -> Response:
+        """Registered regions of shared memory."""
+        tenant = tenant_with_memory(request.principal)
+        regions = self._service.memory.status(tenant, request.region)
+        return json_response([dataclasses.asdict(region) for region in regions])
+
+    @described(ResponseDoc(200), tag="triton", body=json_body(wire.RegionBody), errors=_OF_REGIONS)
+    async def memory_register(self, request: HttpRequest) -> Response:
+        """Register a region of shared memory."""
+        tenant = tenant_with_memory(request.principal)
+        body = await self._object(request)
+        for field in ("key", "byte_size"):
+            if field not in body:
+                raise InvalidRequestError(
+                    f"Shared memory register request has no '{field}' field", param=field
+                )
+        key = body["key"]
+        if not isinstance(key, str):
+            raise InvalidRequestError("'key' must be a string", param="key")
+        self._service.memory.register(
+            tenant,
+            request.region,
+            key,
+            _natural(body, "offset"),
+            _natural(body, "byte_size"),
+        )
+        return Response()
+
+    @described(ResponseDoc(200), tag="triton", errors=_OF_REGIONS)
+    async def memory_unregister(self, request: HttpRequest) -> Response:
+        """Forget a region of shared memory, or all."""
+        tenant = tenant_with_memory(request.principal)
+        self._service.memory.unregister(tenant, request.region)
+        return Response()
+
+    @support_note("there is no region", Support.NO_EFFECT)
+    @described(json_of(list[wire.Region]), tag="triton", errors=_OF_REGIONS)
+    async def cuda_status(self, request: HttpRequest) -> Response:
+        """There is none, and so no region of a name."""
+        if request.region:
+            no_cuda_region(request.region)
+        return json_response([])
+
+    @support_note("use system shared memory", Support.REFUSED)
+    @described(tag="triton", errors=(UnsupportedFeatureError, *_OF_REGIONS))
+    async def cuda_register(self, request: HttpRequest) -> Response:
+        """Refused: use system shared memory."""
+        del request
+        refuse_cuda()
+
+    @support_note("there is no region", Support.NO_EFFECT)
+    @described(ResponseDoc(200), tag="triton")
+    async def cuda_unregister(self, request: HttpRequest) -> Response:
+        """There is none."""
+        del request
+        return Response()
+
+    # ------------------------------------------------------------ settings
+
+    @described(json_of(wire.TraceSettings), tag="triton", errors=OF_NAMES)
+    async def trace(self, request: HttpRequest) -> Response:
+        """Trace settings."""
+        settings = self._service.management.change_trace(request.principal, request.model)
+        return json_response(settings)
+
+    @support_note("kept and returned; nothing is traced by it", Support.NO_EFFECT)
+    @described(
+        json_of(wire.TraceSettings),
+        body=json_body(wire.Changes),
+        needs_body=False,
+        tag="triton",
+        errors=OF_NAMES,
+    )
+    async def change_trace(self, request: HttpRequest) -> Response:
+        """Change trace settings."""
+        body = await self._object(request)
+        changes = {name: _strings(name, value) for name, value in body.items()}
+        management = self._service.management
+        return json_response(management.change_trace(request.principal, request.model, changes))
+
+    @described(json_of(wire.LogSettings), tag="triton", errors=OF_NAMES)
+    async def log(self, request: HttpRequest) -> Response:
+        """Log settings."""
+        return json_response(self._service.management.change_log(request.principal))
+
+    @described(
+        json_of(wire.LogSettings),
+        body=json_body(wire.Changes),
+        needs_body=False,
+        tag="triton",
+        errors=OF_NAMES,
+    )
+    async def change_log(self, request: HttpRequest) -> Response:
+        """Change log settings."""
+        body = await self._object(request)
+        return json_response(self._service.management.change_log(request.principal, body))
+
+    # ------------------------------------------------------------ the repository
+
+    @support_note("a repository's name is refused")
+    @described(
+        json_of(list[wire.IndexRow]), body=json_body(wire.IndexBody), needs_body=False, tag="triton"
+    )
+    async def index(self, request: HttpRequest) -> Response:
+        """The models of the repository."""
+        body = await self._object(request)
+        only_ready = body.get("ready", False)
+        if not isinstance(only_ready, bool):
+            raise InvalidRequestError("'ready' must be true or false", param="ready")
+        rows = self._service.management.index(
+            request.principal, request.repository, only_ready=only_ready
+        )
+        return json_response([{k: v for k, v in row.items() if v} for row in rows])
+
+    @support_note("with --model-control-mode explicit")
+    @described(
+        ResponseDoc(200),
+        body=json_body(wire.ControlBody),
+        needs_body=False,
+        tag="triton",
+        errors=_OF_LOADS,
+    )
+    async def load(self, request: HttpRequest) -> Response:
+        """Load a model."""
+        parameters = {
+            name: _file_content(name, value) if name.startswith("file:") else value
+            for name, value in (await self._parameters(request)).items()
+        }
+        await self._service.management.load(
+            request.principal, request.repository, request.model, parameters
+        )
+        return Response()
+
+    @support_note("with --model-control-mode explicit")
+    @described(
+        ResponseDoc(200),
+        body=json_body(wire.ControlBody),
+        needs_body=False,
+        tag="triton",
+        errors=_OF_LOADS,
+    )
+    async def unload(self, request: HttpRequest) -> Response:
+        """Unload a model."""
+        parameters = await self._parameters(request)
+        self._service.management.unload(
+            request.principal, request.repository, request.model, parameters
+        )
+        return Response()
+
+    async def _parameters(self, request: HttpRequest) -> Mapping[str, Any]:
+        parameters = (await self._object(request)).get("parameters", {})
+        if not isinstance(parameters, dict):
+            raise InvalidRequestError("'parameters' must be a JSON object", param="parameters")
+        return parameters
+
+    async def _object(self, request: HttpRequest) -> dict[str, Any]:
+        body = await request.body(self._max_body_bytes)
+        # Files of a model may be in it, which only operators send.
+        return await off_loop(len(body), functools.partial(parse_object, body))
+
 
 def _generate_request_of(
     model: TritonModel, version: str, body: Bytes, limits: JsonLimits
@@ -419,3 +598,31 @@ def _end(pattern: str) -> str:
     """The last part of a route's pattern; _ANY if a parameter is in it."""
     last = pattern.rpartition("/")[2]
     return _ANY if "{" in last else last
+
+
+def _natural(body: Mapping[str, Any], field: str) -> int:
+    value = body.get(field, 0)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise InvalidRequestError(f"'{field}' must be an integer that is not negative", param=field)
+    return value
+
+
+def _strings(name: str, value: object) -> Sequence[str] | None:
+    """The values of a trace setting: one or several strings, or numbers; null for its default."""
+    if value is None:
+        return None
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, str) or type(each) is int for each in values):
+        raise InvalidRequestError(
+            f"'{name[:80]}' must be a string, a list of strings or null", param=name
+        )
+    return [str(each) for each in values]
+
+
+def _file_content(name: str, value: object) -> bytes:
+    try:
+        if isinstance(value, str):
+            return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        pass
+    raise InvalidRequestError(f"'{name[:80]}' must be a file's content as base64", param=name)

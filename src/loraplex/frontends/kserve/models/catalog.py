@@ -30,8 +30,7 @@ from loraplex.frontends.kserve.models.kinds import (
     BackendDialect,
 )
 from loraplex.frontends.kserve.models.model_control import ModelControl
-from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, TritonModel
+from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelTexts, TritonModel
 from loraplex.frontends.kserve.wire_types import ServerMetadata
 from loraplex.serving.backend import Backend, ModelCard
 

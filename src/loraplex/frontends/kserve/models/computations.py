@@ -15,8 +15,7 @@ from loraplex.frontends.kserve.models.kinds import (
     POSTPROCESSING,
     PREPROCESSING,
 )
-from loraplex.frontends.kserve.models.texts import ModelTexts
-from loraplex.frontends.kserve.models.triton_model import TritonModel
+from loraplex.frontends.kserve.models.triton_model import ModelTexts, TritonModel
 from loraplex.frontends.kserve.tensors import Tensor, numbers, strings
 
 NO_TOKEN = -1

@@ -1,1 +1,0 @@
-"""The request socket: inference requests from processes of this machine, over a unix socket."""
