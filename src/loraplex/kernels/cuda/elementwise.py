@@ -39,50 +39,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     weight: of x's dtype, or float32.
     """
-    size = x.shape[-1]
-    num_heads, head_stride = _heads(x)
-    num_rows = x.shape[0] * num_heads
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid, options = _whole_rows(num_rows, size)
-    programs.rms_norm[grid](
-        *(output, x, weight, num_rows, x.stride(0), head_stride, eps),
-        HEADS=num_heads,
-        **options,
-    )
-    return output
+    return layer_norm(x, weight, None, eps)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rms_norm(total), total), each [T, N] and contiguous; total = residual + factor * x."""
-    num_rows, size = x.shape
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid, options = _whole_rows(num_rows, size)
-    programs.add_rms_norm[grid](
-        *(output, total, x, residual, weight),
-        *(num_rows, x.stride(0), residual.stride(0), factor, eps),
-        **options,
-    )
-    return output, total
+    return add_layer_norm(x, residual, weight, None, eps, factor)
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """x [T, N] or [T, H, N] -> a contiguous tensor of this shape.
+    """x [T, N] or [T, H, N] -> a contiguous tensor of this shape; without a bias the RMS norm.
 
     weight, bias: [N] or [H, N], contiguous, each of x's dtype or float32.
     """
-    size = x.shape[-1]
-    num_heads, head_stride = _heads(x)
+    num_heads, head_stride = (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
     num_rows = x.shape[0] * num_heads
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid, options = _whole_rows(num_rows, size)
-    programs.layer_norm[grid](
+    grid, options = _whole_rows(num_rows, x.shape[-1])
+    programs.norm[grid](
         *(output, x, weight, bias, num_rows, x.stride(0), head_stride, eps),
         HEADS=num_heads,
+        HAS_BIAS=bias is not None,
         IS_PER_HEAD=weight.dim() == 2,
         **options,
     )
@@ -93,7 +74,7 @@ def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
     factor: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,9 +83,10 @@ def add_layer_norm(
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid, options = _whole_rows(num_rows, size)
-    programs.add_layer_norm[grid](
+    programs.add_norm[grid](
         *(output, total, x, residual, weight, bias),
         *(num_rows, x.stride(0), residual.stride(0), factor, eps),
+        HAS_BIAS=bias is not None,
         **options,
     )
     return output, total
@@ -188,11 +170,6 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
         **options,
     )
     return output
-
-
-def _heads(x: torch.Tensor) -> tuple[int, int]:
-    """(heads, their stride) of x [T, N] or [T, H, N]."""
-    return (1, 0) if x.dim() == 2 else (x.shape[1], x.stride(1))
 
 
 def _whole_rows(num_rows: int, size: int) -> tuple[tuple[int], dict[str, int]]:

@@ -53,14 +53,14 @@ LIMITS = {
     "fold_chunks": Limit(64, 0.45),
     # Between the products
     "take_rows": Limit(32, 0.6),
-    "rms_norm": Limit(48, 0.85),
-    "add_rms_norm": Limit(64, 0.85),
+    "norm without bias": Limit(48, 0.85),
+    "add_norm without bias": Limit(64, 0.85),
     "rotary": Limit(48, 0.6),
     "gate": Limit(40, 1.0),
     "add": Limit(40, 1.0),
     "scale": Limit(40, 1.0),
-    "layer_norm": Limit(72, 1.0),
-    "add_layer_norm": Limit(88, 1.0),
+    "norm": Limit(72, 1.0),
+    "add_norm": Limit(88, 1.0),
     "activate": Limit(40, 1.0),
     # Products
     "quantized_linear": Limit(255, 0.6),
@@ -189,6 +189,9 @@ def _compile(arch: int, triton: str, *flags: str) -> list[dict[str, Any]]:
     if triton != _HERE:
         assert report["triton"] == triton.removeprefix("triton-")
     kernels: list[dict[str, Any]] = report["kernels"]
+    for kernel in kernels:
+        if "norm" in kernel["kernel"] and kernel["constants"]["HAS_BIAS"] == "False":
+            kernel["kernel"] += " without bias"
     return kernels
 
 

@@ -9,11 +9,13 @@ import triton.language as tl
 from loraplex.kernels.cuda.programs.grouped_linear import rows_of_tile
 from loraplex.kernels.cuda.programs.lora import (
     expand_line,
+    outputs_of_tile,
+    piece_at,
     place_of,
     shrink_line,
 )
 from loraplex.kernels.cuda.programs.lora_matrix import expand_tile, shrink_tile
-from loraplex.kernels.cuda.programs.modules import module_of_tile, pick
+from loraplex.kernels.cuda.programs.modules import pick
 
 
 @triton.jit(do_not_specialize=["first_cell", "cells_of_entry", "first_choice", "num_choices"])
@@ -45,9 +47,8 @@ def shrink_few_of_experts(
     module = program // NUM_SPLITS % NUM_MODULES
     unit = program // (NUM_SPLITS * NUM_MODULES)
     piece, choice = unit // num_choices, unit % num_choices
-    entry = tl.maximum(tl.load(pieces.entries + piece), 0)
-    start = tl.load(pieces.starts + piece)
-    count = tl.load(pieces.counts + piece)  # 0 of an empty piece
+    entry, start, count = piece_at(pieces, piece)
+    entry = tl.maximum(entry, 0)  # an empty piece has no tokens
     first = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
     for step in range(count):
         slot = start + step
@@ -101,17 +102,12 @@ def expand_few_of_experts(
     program = tl.program_id(0)
     unit = program // NUM_TILES
     piece, choice = first_piece + unit // num_choices, unit % num_choices
-    entry = tl.maximum(tl.load(pieces.entries + piece), 0)
-    start = tl.load(pieces.starts + piece)
-    count = tl.load(pieces.counts + piece)  # 0 of an empty piece
-    module, tile = module_of_tile(program % NUM_TILES, OUT_FEATURES, BLOCK_N)
+    entry, start, count = piece_at(pieces, piece)
+    entry = tl.maximum(entry, 0)  # an empty piece has no tokens
+    module, outputs, out_features, first_output = outputs_of_tile(
+        *(program % NUM_TILES, OUT_FEATURES, OUT_OFFSETS, C, BLOCK_N)
+    )
     first = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
-    out_features = pick(module, OUT_FEATURES)
-    first_output = pick(module, OUT_OFFSETS)
-    if C.IS_ALIGNED:
-        out_features = tl.multiple_of(out_features, 16)
-        first_output = tl.multiple_of(first_output, 16)
-    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     for step in range(count):
         slot = start + step
         token = tl.load(pieces.token_indices + slot).to(tl.int64)
@@ -222,13 +218,9 @@ def expand_many_of_experts(
     users_of_rows = first_user + pair // NUM_CHOSEN
     entries = tl.load(users.entries + users_of_rows, mask=places < end, other=-1)
     row_scales = tl.load(users.scales + users_of_rows, mask=entries >= 0, other=0.0)
-    module, tile = module_of_tile(program % NUM_TILES, OUT_FEATURES, BLOCK_N)
-    out_features = pick(module, OUT_FEATURES)
-    first_output = pick(module, OUT_OFFSETS)
-    if C.IS_ALIGNED:
-        out_features = tl.multiple_of(out_features, 16)
-        first_output = tl.multiple_of(first_output, 16)
-    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    module, outputs, out_features, first_output = outputs_of_tile(
+        *(program % NUM_TILES, OUT_FEATURES, OUT_OFFSETS, C, BLOCK_N)
+    )
     y_rows = y + pair[:, None] * stride_y + first_output
     rows = ((pair * NUM_MODULES + module) * num_splits)[:, None]
     entry = tl.max(entries, 0)

@@ -60,6 +60,26 @@ def place_of(cells, cell, C):
 
 
 @triton.jit
+def piece_at(pieces, piece):
+    """Entry of a piece's adapter (-1: the piece is empty), its first slot, its number of tokens."""
+    entry = tl.load(pieces.entries + piece)
+    return entry, tl.load(pieces.starts + piece), tl.load(pieces.counts + piece)
+
+
+@triton.jit
+def outputs_of_tile(tile, OUT_FEATURES, OUT_OFFSETS, C, BLOCK_N: tl.constexpr):
+    """(module, outputs of the tile, number of the module's outputs, the first of them in y)."""
+    module, tile_of_module = module_of_tile(tile, OUT_FEATURES, BLOCK_N)
+    out_features = pick(module, OUT_FEATURES)
+    first_output = pick(module, OUT_OFFSETS)
+    if C.IS_ALIGNED:
+        out_features = tl.multiple_of(out_features, 16)
+        first_output = tl.multiple_of(first_output, 16)
+    outputs = tile_of_module * BLOCK_N + tl.arange(0, BLOCK_N)
+    return module, outputs, out_features, first_output
+
+
+@triton.jit
 def shrink_line(
     partial,  # of this row, module and split
     line,  # the row's inputs
@@ -142,9 +162,8 @@ def shrink_few(
     split = program % NUM_SPLITS
     module = program // NUM_SPLITS % NUM_MODULES
     piece = program // (NUM_SPLITS * NUM_MODULES)
-    entry = tl.maximum(tl.load(pieces.entries + piece), 0)
-    start = tl.load(pieces.starts + piece)
-    count = tl.load(pieces.counts + piece)  # 0 of an empty piece
+    entry, start, count = piece_at(pieces, piece)
+    entry = tl.maximum(entry, 0)  # an empty piece has no tokens
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
     rank = tl.load(cells.ranks + cell)
     a = pool + place_of(cells, cell, C)
@@ -186,20 +205,15 @@ def expand_few(
     NUM_MODULES: tl.constexpr = len(COLUMNS)
     program = tl.program_id(0)
     piece = first_piece + program // NUM_TILES
-    entry = tl.maximum(tl.load(pieces.entries + piece), 0)
-    start = tl.load(pieces.starts + piece)
-    count = tl.load(pieces.counts + piece)  # 0 of an empty piece
-    module, tile = module_of_tile(program % NUM_TILES, OUT_FEATURES, BLOCK_N)
+    entry, start, count = piece_at(pieces, piece)
+    entry = tl.maximum(entry, 0)  # an empty piece has no tokens
+    module, outputs, out_features, first_output = outputs_of_tile(
+        *(program % NUM_TILES, OUT_FEATURES, OUT_OFFSETS, C, BLOCK_N)
+    )
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
     rank = tl.load(cells.ranks + cell)
     scale = tl.load(cells.scales + cell)
-    out_features = pick(module, OUT_FEATURES)
-    first_output = pick(module, OUT_OFFSETS)
-    if C.IS_ALIGNED:
-        out_features = tl.multiple_of(out_features, 16)
-        first_output = tl.multiple_of(first_output, 16)
     b = pool + place_of(cells, cell, C) + rank * C.IN
-    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     for step in range(count):
         slot = start + step
         token = tl.load(pieces.token_indices + slot).to(tl.int64)

@@ -6,8 +6,8 @@ How many splits there are differs from step to step: no kernel is compiled anew 
 import triton
 import triton.language as tl
 
-from loraplex.kernels.cuda.programs.lora import place_of
-from loraplex.kernels.cuda.programs.modules import module_of_tile, pick
+from loraplex.kernels.cuda.programs.lora import outputs_of_tile, piece_at, place_of
+from loraplex.kernels.cuda.programs.modules import pick
 
 
 @triton.jit
@@ -125,9 +125,7 @@ def shrink_many(
     split = program % num_splits
     module = program // num_splits % NUM_MODULES
     piece = program // (num_splits * NUM_MODULES)
-    entry = tl.load(pieces.entries + piece)
-    start = tl.load(pieces.starts + piece)
-    count = tl.load(pieces.counts + piece)
+    entry, start, count = piece_at(pieces, piece)
     if entry < 0:
         return
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
@@ -169,23 +167,17 @@ def expand_many(
     NUM_MODULES: tl.constexpr = len(COLUMNS)
     program = tl.program_id(0)
     piece = first_piece + program // NUM_TILES
-    entry = tl.load(pieces.entries + piece)
-    start = tl.load(pieces.starts + piece)
-    count = tl.load(pieces.counts + piece)
+    entry, start, count = piece_at(pieces, piece)
     if entry < 0:
         return
-    module, tile = module_of_tile(program % NUM_TILES, OUT_FEATURES, BLOCK_N)
+    module, outputs, out_features, first_output = outputs_of_tile(
+        *(program % NUM_TILES, OUT_FEATURES, OUT_OFFSETS, C, BLOCK_N)
+    )
     cell = entry * cells_of_entry + first_cell + pick(module, COLUMNS)
     rank = tl.load(cells.ranks + cell)
     if rank == 0:
         return
-    out_features = pick(module, OUT_FEATURES)
-    first_output = pick(module, OUT_OFFSETS)
-    if C.IS_ALIGNED:
-        out_features = tl.multiple_of(out_features, 16)
-        first_output = tl.multiple_of(first_output, 16)
     b = pool + place_of(cells, cell, C) + rank * C.IN
-    outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     slots = start + tl.arange(0, BLOCK_T)
     is_token = slots < start + count
     tokens = tl.load(pieces.token_indices + slots, mask=is_token, other=0).to(tl.int64)
