@@ -26,6 +26,7 @@ from loraplex.app.open_step_sizes import (
 )
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
+from loraplex.core.host_memory import host_memory
 from loraplex.core.plan import Capacity
 from loraplex.core.stats import EngineStats
 from loraplex.execution.sizing.capacity import (
@@ -91,7 +92,7 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
     config = windowed(settings, read_model(folder))
     if torch.device(settings.device).type == "cpu":
         num_ranks = model.tensor_parallel_size * model.pipeline_parallel_size
-        settings = settings.share_of_host(num_ranks)
+        settings = settings.share_of_host(num_ranks, host_memory())
     capacity = _capacity(settings, largest_rank(settings, config))
     memory = memory_of(
         capacity,

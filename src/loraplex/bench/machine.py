@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.core.host_memory import host_memory
 from loraplex.core.version import __version__
 
 _PACKAGE = Path(__file__).parent.parent
@@ -51,7 +52,7 @@ def this_machine() -> Machine:
     return Machine(
         cpu_model=_cpu_model(),
         num_cores=os.cpu_count() or 1,
-        memory_bytes=_memory_bytes(),
+        memory_bytes=host_memory(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         load_average=load_average(),
@@ -123,10 +124,3 @@ def _package_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return None

@@ -282,7 +282,7 @@ class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
         _adapters(
             "Size of the device's adapter pool, such as 256MiB",
             "Never less than one adapter of the largest ranks. See [Memory](#memory-sizes).",
-            default="lora_device_fraction of the memory, if that is known",
+            default="lora_device_fraction of the memory, or by the host's",
             minimum=1,
         ),
     ] = None

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from loraplex.core.host_memory import host_memory
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly, measure_steps
@@ -80,7 +81,7 @@ def load_parts(
     device = choose_device(settings) if accelerator is None else accelerator.device
     accelerator = accelerator or select_accelerator(device)
     if device.type == "cpu":
-        settings = settings.share_of_host(place.size * pipeline.size)
+        settings = settings.share_of_host(place.size * pipeline.size, host_memory())
     free = _free_bytes(device, accelerator)
     _check_fit(settings, spec, free)
     kernels = select_kernels(

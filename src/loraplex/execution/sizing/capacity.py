@@ -26,7 +26,9 @@ from loraplex.memory.adapter_pages import (
 from loraplex.models.sharding import adapter_share
 from loraplex.models.spec import ModelSpec
 
-_DEFAULT_ADAPTER_BYTES = 256 << 20
+_LEAST_ADAPTER_BYTES = 256 << 20
+_DEFAULT_ADAPTERS = 256
+"""Adapters of the usual rank for which there is a place by default, where the host has memory."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KV_DTYPES = {**_DTYPES, "int8": torch.int8}
 
@@ -89,7 +91,8 @@ def size_memory(
 
     free_bytes: what the device has left after the weights; None: unknown, as on a CPU. If neither
     this nor memory_bytes is known, the KV cache holds max_num_seqs sequences of
-    max_model_len, at most 2 GiB, and the adapters have 256 MiB. Otherwise the KV cache takes its
+    max_model_len, at most 2 GiB, and the adapters have 256 MiB or more: up to half of what the
+    host's memory leaves, for 256 adapters of the usual rank. Otherwise the KV cache takes its
     fraction of what weights and steps leave, and the adapters theirs of what the KV cache leaves of
     that (on a CPU: of memory_bytes). Bytes that were said win; max_tokens_in_paged_kv_cache wins
     where it is less. Raises ConfigError if it does not fit.
@@ -100,7 +103,8 @@ def size_memory(
     left = _left(settings, weights_bytes, free_bytes, steps, advice)
     if left is None:
         kv = size_kv(settings, spec, kv_dtype)
-        return MemorySize(kv, size_adapter_pool(settings, spec, dtype))
+        spare = (settings.host_bytes or 0) - weights_bytes - kv.num_bytes
+        return MemorySize(kv, size_adapter_pool(settings, spec, dtype, spare_bytes=spare))
     least = smallest_pool(settings, spec, dtype)
     block = block_bytes(spec, settings.block_size, kv_dtype)
     missing = least.num_bytes + block - left
@@ -224,16 +228,23 @@ def _left(
 
 
 def size_adapter_pool(
-    settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype
+    settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype, *, spare_bytes: int = 0
 ) -> AdapterPoolSize:
-    """Raises ConfigError if one adapter of the largest ranks on all modules does not fit."""
+    """Raises ConfigError if one adapter of the largest ranks on all modules does not fit.
+
+    spare_bytes: what weights and KV cache leave of the host's memory; the default is half of it at
+    most. Pages take memory when the first adapter is in them.
+    """
     geometry = adapter_geometry(settings, spec)
     page_bytes = geometry.page_elements * dtype.itemsize
     needed = _pages_at_ranks(spec, settings.rank_limits, geometry)
     sizes = (page_bytes, _entry_bytes(settings, spec))
     if settings.lora_device_bytes is None:
-        default = pages_for_bytes(_DEFAULT_ADAPTER_BYTES, geometry, dtype.itemsize)
-        return AdapterPoolSize(geometry, max(default, needed), *sizes)
+        usual = settings.rank_limits.at_most(settings.optimal_lora_rank)
+        num_useful = _DEFAULT_ADAPTERS * _pages_at_ranks(spec, usual, geometry)
+        num_pages = min(num_useful, spare_bytes // 2 // sum(sizes))
+        least = pages_for_bytes(_LEAST_ADAPTER_BYTES, geometry, dtype.itemsize)
+        return AdapterPoolSize(geometry, max(num_pages, least, needed), *sizes)
     num_pages = pages_for_bytes(settings.lora_device_bytes, geometry, dtype.itemsize)
     if num_pages < needed:
         raise ConfigError(

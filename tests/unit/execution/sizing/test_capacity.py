@@ -29,7 +29,7 @@ from loraplex.execution.sizing.step_memory import StepMemory
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import layer_targets, pages_at_ranks
 from support.naming import naming, refused
-from support.tiny_decoder import TINY_DECODER
+from support.tiny_decoder import TINY_DECODER, tiny_spec
 
 BLOCK_BYTES = block_bytes(TINY_DECODER, 16, torch.float32)
 
@@ -106,6 +106,51 @@ def test_default_pool_holds_256_mib() -> None:
     size = size_adapter_pool(RunnerSettings(), TINY_DECODER, torch.bfloat16)
     assert size.page_bytes == 2 * size.geometry.page_elements
     assert size.num_pages == (256 << 20) // size.page_bytes
+
+
+GIB = 1 << 30
+LARGE = tiny_spec(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+
+
+@pytest.mark.parametrize(
+    ("spare", "least_mib", "most_mib"),
+    [(None, 256, 290), (-GIB, 256, 290), (GIB // 4, 256, 290), (4 * GIB, 2048, 2048)],
+)
+def test_the_default_pool_has_half_of_what_the_host_leaves(
+    spare: int | None, least_mib: int, most_mib: int
+) -> None:
+    weights, kv_bytes = 5 * GIB, host_size(None, 0).kv.num_bytes
+    host = None if spare is None else weights + kv_bytes + spare
+    size = host_size(host, weights)
+    assert size.kv.num_bytes == kv_bytes
+    assert least_mib << 20 <= size.adapters.num_bytes + size.adapters.page_bytes
+    assert size.adapters.num_pages * size.adapters.page_bytes <= most_mib << 20
+
+
+def test_the_default_pool_has_places_for_256_adapters() -> None:
+    size = host_size(1000 * GIB, 5 * GIB)
+    limits = RankLimits(RunnerSettings().optimal_lora_rank)
+    targets = layer_targets(LARGE.module_shapes)
+    assert size.adapters.num_pages == 256 * pages_at_ranks(targets, limits, size.adapters.geometry)
+    assert host_size(2000 * GIB, 5 * GIB, num_ranks=2) == size
+
+
+@pytest.mark.parametrize("settings", [{"lora_device_bytes": 3 << 30}, {"memory_bytes": 100 * GIB}])
+def test_the_host_matters_only_by_default(settings: dict[str, int]) -> None:
+    assert host_size(1000 * GIB, GIB, **settings) == host_size(None, GIB, **settings)
+
+
+def host_size(
+    host_bytes: int | None, weights_bytes: int, num_ranks: int = 1, **settings: Any
+) -> MemorySize:
+    """Return the sizes of a rank of several on a host."""
+    return size_memory(
+        RunnerSettings(**settings).share_of_host(num_ranks, host_bytes),
+        LARGE,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        weights_bytes=weights_bytes,
+    )
 
 
 def test_a_pool_of_just_one_adapter_of_the_usual_rank() -> None:
