@@ -12,8 +12,14 @@ from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
 from loraplex.core.stats import AdapterTierStats
-from loraplex.memory.adapter_orders import AdapterCounts, AdapterEntry, AdapterOrders, LoadFailure
-from loraplex.memory.eviction import LRUPolicy, NewEvictionPolicy
+from loraplex.memory.eviction import (
+    AdapterCounts,
+    AdapterEntry,
+    AdapterOrders,
+    LoadFailure,
+    LRUPolicy,
+    NewEvictionPolicy,
+)
 
 
 class AdapterCache:

@@ -7,11 +7,11 @@ from loraplex.scheduling.adapters import AdapterReadiness, AdapterScan
 from loraplex.scheduling.admitter import AdmitResult, Admitter
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
+from loraplex.scheduling.fair_share import SharedSteps
 from loraplex.scheduling.plan_builder import PlanBuilder, StepBudget
 from loraplex.scheduling.prefill import PrefillSplit, SpanClaim
 from loraplex.scheduling.queues import AdapterQueue
 from loraplex.scheduling.request import Request, Sequence, SequenceStatus
-from loraplex.scheduling.shared_steps import SharedSteps
 from loraplex.scheduling.slot_claims import SlotClaims
 from loraplex.scheduling.speculation import add_draft_tokens
 from loraplex.scheduling.state import SchedulerState

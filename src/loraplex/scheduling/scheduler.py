@@ -27,7 +27,7 @@ from loraplex.scheduling.admitter import Admitter
 from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.deadlines import Deadlines, deadline_error
-from loraplex.scheduling.fair_share import FairShares, max_seqs_per_request
+from loraplex.scheduling.fair_share import FairShares, SharedSteps, max_seqs_per_request
 from loraplex.scheduling.pending_steps import PendingStep, PendingSteps
 from loraplex.scheduling.plan_builder import PlanBuilder
 from loraplex.scheduling.planner import InflightBatching, Planner, StaticBatching
@@ -39,7 +39,6 @@ from loraplex.scheduling.report import engine_stats, step_record
 from loraplex.scheduling.request import Request, Sequence, SequenceStatus, Span, StopRules
 from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.running import SlotPool
-from loraplex.scheduling.shared_steps import SharedSteps
 from loraplex.scheduling.state import SchedulerState
 
 

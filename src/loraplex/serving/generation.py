@@ -1,7 +1,7 @@
 """One request's way back: the engine's tokens become text, and end where the client said."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
 from loraplex.core.errors import error_from_info
@@ -31,8 +31,38 @@ class Aborter(Protocol):
     def abort(self, request_id: RequestId, sequence_index: int | None = None) -> None: ...
 
 
-class Generation:
-    """The iterator that a front end reads: one request's EngineOutputs as RequestOutputs.
+class _Outputs(AsyncIterator[RequestOutput]):
+    """The iterator that a front end reads: one request's EngineOutputs as RequestOutputs."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        engine_request: EngineRequest,
+        adapters: tuple[ResolvedAdapter, ...],
+        stream: EngineOutputs,
+        engine: Aborter,
+    ) -> None:
+        self._request = request
+        self._engine_request = engine_request
+        self.adapters = adapters
+        self._stream = stream
+        self._engine = engine
+        self._finished = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._engine_request.prompt_token_ids)
+
+    async def aclose(self) -> None:
+        """Abort the request unless it is over, whether or not anything was read."""
+        self._stream.leave()
+        if not self._finished:
+            self._finished = True
+            self._engine.abort(self._engine_request.request_id)
+
+
+class Generation(_Outputs):
+    """Outputs of a request that generates.
 
     The output of a beam search comes whole, at once. With best_of, the n best come in the last
     output. Not an async generator, whose clean-up would not run if it is closed before its first
@@ -48,13 +78,8 @@ class Generation:
         stream: EngineOutputs,
         engine: Aborter,
     ) -> None:
-        self._request = request
-        self._engine_request = engine_request
-        self._adapters = adapters
-        self._stream = stream
-        self._engine = engine
+        super().__init__(request, engine_request, adapters, stream, engine)
         self._num_output_tokens = 0
-        self._finished = False
         self._sequences = [
             SequenceText(
                 tokenizer,
@@ -69,17 +94,6 @@ class Generation:
         self._prompt_logits: tuple[Logits, ...] = ()
         """Logits of the prompt, until an output takes them along."""
 
-    @property
-    def adapters(self) -> tuple[ResolvedAdapter, ...]:
-        return self._adapters
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self._engine_request.prompt_token_ids)
-
-    def __aiter__(self) -> "Generation":
-        return self
-
     async def __anext__(self) -> RequestOutput:
         """The next increment. Raises the request's error."""
         while not self._finished:
@@ -90,13 +104,6 @@ class Generation:
                 self._prompt_logprobs, self._prompt_logits = None, ()
                 return output
         raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        """Abort the request unless it is over, whether or not anything was read."""
-        self._stream.leave()
-        if not self._finished:
-            self._finished = True
-            self._engine.abort(self._engine_request.request_id)
 
     def _merge(
         self, engine_outputs: Sequence[EngineOutput], logits: Mapping[str, Logits]
@@ -153,7 +160,7 @@ class Generation:
             request_id=self._request.request_id,
             client_request_id=self._request.client_request_id,
             model=self._request.model,
-            adapters=self._adapters,
+            adapters=self.adapters,
             prompt_token_ids=self._engine_request.prompt_token_ids,
             sequences=sequences,
             num_output_tokens=self._num_output_tokens,
@@ -164,30 +171,8 @@ class Generation:
         )
 
 
-class Pooling:
-    """The iterator of a pooled request: one output, with its vector."""
-
-    def __init__(
-        self,
-        request: GenerateRequest,
-        engine_request: EngineRequest,
-        adapters: tuple[ResolvedAdapter, ...],
-        stream: EngineOutputs,
-        engine: Aborter,
-    ) -> None:
-        self._request = request
-        self._engine_request = engine_request
-        self.adapters = adapters
-        self._stream = stream
-        self._engine = engine
-        self._finished = False
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self._engine_request.prompt_token_ids)
-
-    def __aiter__(self) -> "Pooling":
-        return self
+class Pooling(_Outputs):
+    """Outputs of a pooled request: one, with its vector."""
 
     async def __anext__(self) -> RequestOutput:
         """Return the output. Raises the request's error."""
@@ -214,13 +199,6 @@ class Pooling:
             timing=outputs[-1].timing,
             pooled=b"".join(delta.pooled for delta in deltas),
         )
-
-    async def aclose(self) -> None:
-        """Abort the request unless it is over."""
-        self._stream.leave()
-        if not self._finished:
-            self._finished = True
-            self._engine.abort(self._engine_request.request_id)
 
 
 def outputs_of(

@@ -60,7 +60,11 @@ def test_an_added_adapter_is_found_by_name_task_and_digest(store):
     assert store.resolve(by_task(0)) == version
     assert store.resolve(AdapterRef("m", "t", ByDigest("abc"))) == version
     assert (version.digest, version.rank, version.number) == ("abc", 4, 1)
-    assert (version.created, version.path, version.warnings) == (1234, "/adapters/cats", ("w",))
+    assert (version.created, version.path, version.staged.warnings) == (
+        1234,
+        "/adapters/cats",
+        ("w",),
+    )
 
 
 def test_task_ids_are_listed_where_one_is_unknown(store):
@@ -144,7 +148,7 @@ class TestReloading:
         version = store.register(
             "m", "t", "cats", staged("d1", warnings=("w",)), path="/new", replace=True
         ).version
-        assert (version.number, version.path, version.warnings) == (1, "/new", ("w",))
+        assert (version.number, version.path, version.staged.warnings) == (1, "/new", ("w",))
         assert store.history(by_name("cats")) == [version]
 
     def test_the_time_that_it_took_is_no_difference(self, store):

@@ -7,7 +7,7 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.plan import StepTiming
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import FairShare, SchedulerSettings
-from loraplex.scheduling.shared_steps import LEAST_PART, REMEMBERED_NS
+from loraplex.scheduling.fair_share import LEAST_PART, REMEMBERED_NS
 from support.capacities import changed_capacity
 from support.fake_engine import EngineParts, FakeEngine
 from support.fake_loader import FakeLoader
