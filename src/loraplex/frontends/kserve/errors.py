@@ -67,25 +67,19 @@ def in_tensorrt_words(
 
     `count` gives the length of the prompt in tokens, `limit` is the longest that is taken.
     """
-    match error:
-        case AdapterNotFoundError():
-            return _unknown_task(error, request)
-        case PromptTooLongError(param="prompt"):
+    match error, request.adapters:
+        case AdapterNotFoundError(), (AdapterChoice(key=ByTaskId(task_id=task_id)),):
+            # How they know that an adapter is not there.
+            sentence = (
+                f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
+            )
+            is_said = sentence in error.message
+            text = error.message if is_said else f"{sentence} ({error.message})"
+            return AdapterNotFoundError(text, param="lora_task_id")
+        case PromptTooLongError(param="prompt"), _:
             sentence = f"Prompt length ({count()}) exceeds maximum input length ({limit})"
             return PromptTooLongError(f"{sentence}. {error.message}", param="prompt")
     return error
-
-
-def _unknown_task(error: AdapterNotFoundError, request: GenerateRequest) -> LoraplexError:
-    """How they know that an adapter is not there."""
-    match request.adapters:
-        case (AdapterChoice(key=ByTaskId(task_id=task_id)),):
-            pass
-        case _:
-            return error
-    sentence = f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
-    message = error.message if sentence in error.message else f"{sentence} ({error.message})"
-    return AdapterNotFoundError(message, param="lora_task_id")
 
 
 logger = logging.getLogger(__name__)

@@ -78,9 +78,6 @@ class Wishes(msgspec.Struct, frozen=True, eq=False):
     default: OutputWish = INLINE
     by_name: Mapping[str, OutputWish] = MappingProxyType({})
 
-    def of(self, name: str) -> OutputWish:
-        return self.by_name.get(name, self.default)
-
 
 class Delivered(msgspec.Struct, frozen=True, eq=False):
     """An output as it goes into the message."""
@@ -101,7 +98,7 @@ def delivered(outputs: Sequence[Tensor], wishes: Wishes) -> list[Delivered]:
     """
     results = []
     for tensor in outputs:
-        wish = wishes.of(tensor.name)
+        wish = wishes.by_name.get(tensor.name, wishes.default)
         if wish.num_classes:
             tensor = classified(tensor, wish.num_classes)
         if wish.place is not None:

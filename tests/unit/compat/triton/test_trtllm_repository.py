@@ -297,7 +297,10 @@ async def test_an_ensemble_is_decoupled_as_its_model_is_now(written):
         for name in ("tensorrt_llm", "ensemble"):
             model = models.find(name)
             assert model.is_decoupled is is_decoupled
-            assert model.config()["model_transaction_policy"] == policy["model_transaction_policy"]
+            assert (
+                model.configuration()["model_transaction_policy"]
+                == policy["model_transaction_policy"]
+            )
 
 
 # ---------------------------------------------------------------- tokenizer, adapters, devices

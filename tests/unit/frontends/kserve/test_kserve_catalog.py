@@ -55,7 +55,7 @@ def test_metadata(catalog):
 
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm"])
 def test_configuration_is_of_the_protocol(catalog, name):
-    config = catalog.find(name).config()
+    config = catalog.find(name).configuration()
     proto = pb.ModelConfigResponse(config=config).config
     assert proto.max_batch_size == 4
     assert not proto.model_transaction_policy.decoupled
@@ -127,7 +127,7 @@ def test_a_declared_configuration_is_what_clients_see(backend):
         name="text", kind=ENSEMBLE, base_model="first", max_batch_size=8, config=config
     )
     model = Catalog(backend, declarations=[declaration]).find("text")
-    assert model.config() == config
+    assert model.configuration() == config
     metadata = model.metadata()
     assert metadata["platform"] == "ensemble"
     assert metadata["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [-1, 1]}]

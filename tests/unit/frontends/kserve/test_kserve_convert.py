@@ -36,8 +36,15 @@ def converted(kind, values, options=ModelOptions(), **sent):  # noqa: B008 - it 
 
 
 def of_tensors(kind, given, options=ModelOptions(), **sent):  # noqa: B008 - it is frozen
-    texts = ModelTexts(EchoService(), "echo")
-    model = TritonModel(kind.name, kind, echo_card("echo"), texts, 1, options=options)
+    model = TritonModel(
+        name=kind.name,
+        kind=kind,
+        base_model="echo",
+        max_batch_size=1,
+        options=options,
+        card=echo_card("echo"),
+        texts=ModelTexts(EchoService(), "echo"),
+    )
     inputs = read_inputs(kind, kind.name, given, max_batch_size=1)[0]
     return convert(inputs, model, RequestHead(request_id=7, model="echo", **sent), {})
 

@@ -247,7 +247,7 @@ async def test_a_load_overrides_the_configuration():
     override = {"max_batch_size": 3, "model_transaction_policy": {"decoupled": True}}
     await models.load("ensemble", {"config": json.dumps(override)})
     assert models.find("ensemble").max_batch_size == 3
-    assert models.find("ensemble").config()["max_batch_size"] == 3
+    assert models.find("ensemble").configuration()["max_batch_size"] == 3
     assert models.find("ensemble").is_decoupled is True
     await models.load("ensemble", {})
     assert models.find("ensemble").max_batch_size == 128

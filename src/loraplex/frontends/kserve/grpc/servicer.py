@@ -160,7 +160,7 @@ class TritonServicer:
 
     async def ModelConfig(self, request: Any, call: RpcCall) -> Any:
         model = self._service.catalog.find(request.name, request.version, call.principal)
-        return pb.ModelConfigResponse(config=model.config())
+        return pb.ModelConfigResponse(config=model.configuration())
 
     async def ModelStatistics(self, request: Any, call: RpcCall) -> Any:
         rows = self._service.statistics(request.name, request.version, call.principal)

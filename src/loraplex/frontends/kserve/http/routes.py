@@ -274,7 +274,7 @@ class KServeApi:
     async def config(self, request: HttpRequest) -> Response:
         """The configuration of a model."""
         model = self._service.catalog.find(request.model, request.version, request.principal)
-        return json_response(model.config())
+        return json_response(model.configuration())
 
     @described(json_of(wire.StatisticsReport), tag="triton", errors=OF_NAMES)
     async def statistics(self, request: HttpRequest) -> Response:

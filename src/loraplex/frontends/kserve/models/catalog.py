@@ -142,7 +142,9 @@ class Catalog:
             if each.base_model in cards:
                 workers = _workers(each, changed)
                 card, texts = cards[each.base_model], ModelTexts(self._backend, each.base_model)
-                models.append(TritonModel.declared(_composed(each, workers), card, texts))
+                model = _composed(each, workers)
+                fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+                models.append(TritonModel(**fields, card=card, texts=texts))
                 steps[each.name] = {
                     step: workers[step].name
                     for step in STEPS_OF_ENSEMBLE

@@ -329,31 +329,6 @@ Tokenize = Callable[[str], list[int]]
 """Tokenizer without special tokens."""
 
 
-class StopWords(NamedTuple):
-    """Stop conditions of a completion, by how they are found."""
-
-    texts: tuple[str, ...] = ()
-    sequences: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self.texts or self.sequences)
-
-
-def stop_words(inputs: Inputs, card: ModelCard) -> StopWords:
-    """Stop words as text, whichever tokens spell it, or as exact token sequences."""
-    if inputs.kind.takes_text:
-        return StopWords(texts=tuple(text for text in inputs.texts("stop_words") if text))
-    return StopWords(sequences=tuple(_token_words(inputs, "stop_words", card)))
-
-
-def bad_words(inputs: Inputs, card: ModelCard) -> dict[str, Any]:
-    """The field of SamplingParams that forbids them."""
-    if inputs.kind.takes_text:
-        return {"bad_words": tuple(text for text in inputs.texts("bad_words") if text)}
-    return {"bad_token_ids": tuple(_token_words(inputs, "bad_words", card))}
-
-
 def logit_bias(
     inputs: Inputs, card: ModelCard, tokenize: Tokenize
 ) -> tuple[tuple[int, float], ...]:
@@ -564,15 +539,22 @@ def _log_probs(fields: _Fields) -> dict[str, Any]:
     return {"logprobs": 0 if fields.inputs.first("returns_log_probs") else None}
 
 
+_WORDS = ("stop_words", "bad_words")
+
+
 def _words(fields: _Fields) -> dict[str, Any]:
-    stop = stop_words(fields.inputs, fields.card)
-    return {
-        "stop": stop.texts,
-        "stop_token_sequences": stop.sequences,
-        "include_stop_in_output": stop.has_any,
-        "logit_bias": logit_bias(fields.inputs, fields.card, fields.tokenize),
-        **bad_words(fields.inputs, fields.card),
-    }
+    """Words as text, whichever tokens spell them, or as exact token sequences."""
+    inputs, card = fields.inputs, fields.card
+    stop: tuple[Any, ...]
+    bad: tuple[Any, ...]
+    if inputs.kind.takes_text:
+        stop, bad = (tuple(filter(None, inputs.texts(name))) for name in _WORDS)
+        words: dict[str, Any] = {"stop": stop, "bad_words": bad}
+    else:
+        stop, bad = (tuple(_token_words(inputs, name, card)) for name in _WORDS)
+        words = {"stop_token_sequences": stop, "bad_token_ids": bad}
+    biases = logit_bias(inputs, card, fields.tokenize)
+    return {**words, "include_stop_in_output": bool(stop), "logit_bias": biases}
 
 
 def _grammar(fields: _Fields) -> dict[str, Any]:
@@ -626,7 +608,7 @@ _GROUPS: Final[Mapping[str, _Group]] = {
     "returns_log_probs": _log_probs,
     **dict.fromkeys(
         (
-            *("stop_words", "bad_words"),
+            *_WORDS,
             *("embedding_bias", "embedding_bias_words", "embedding_bias_weights"),
         ),
         _words,

@@ -107,48 +107,21 @@ class ModelDeclaration:
     options: ModelOptions = ModelOptions()
 
 
-VERSION = "1"
-
 _DATATYPE_NAMES = {row.config_name: row.name for row in DATATYPES.values()}
 """Data type names by the names in model configurations."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TritonModel:
-    """A name that clients send requests to."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TritonModel(ModelDeclaration):
+    """A declared model that is served: a name that clients send requests to."""
 
-    name: str
-    kind: ModelKind
     card: ModelCard
     """The base model that it runs on."""
     texts: ModelTexts
-    max_batch_size: int
-    """0: tensors have no batch dimension."""
-    version: str = VERSION
-    is_decoupled: bool | None = None
-    """See ModelDeclaration.is_decoupled."""
-    options: ModelOptions = dataclasses.field(default_factory=ModelOptions)
-    declared_config: Mapping[str, Any] | None = None
-
-    @classmethod
-    def declared(
-        cls, declaration: ModelDeclaration, card: ModelCard, texts: ModelTexts
-    ) -> "TritonModel":
-        return cls(
-            declaration.name,
-            declaration.kind,
-            card,
-            texts,
-            declaration.max_batch_size,
-            declaration.version,
-            declaration.is_decoupled,
-            declaration.options,
-            declaration.config,
-        )
 
     def output_datatype(self, output: str) -> str:
         """The data type that the configuration declares for an output of the kind."""
-        for row in (self.declared_config or {}).get("output", ()):
+        for row in (self.config or {}).get("output", ()):
             if row["name"] == output:
                 return _DATATYPE_NAMES[row["data_type"]]
         declared = self.kind.outputs_by_name.get(output)
@@ -157,7 +130,7 @@ class TritonModel:
 
     def metadata(self) -> dict[str, Any]:
         """Response to a metadata request; shapes include the batch dimension, if there is one."""
-        config = self.config()
+        config = self.configuration()
         return {
             "name": self.name,
             "versions": [self.version],
@@ -166,10 +139,10 @@ class TritonModel:
             "outputs": [self._metadata_row(row) for row in config["output"]],
         }
 
-    def config(self) -> dict[str, Any]:
+    def configuration(self) -> dict[str, Any]:
         """The model configuration, with the fields and words of Triton's model_config.proto."""
-        if self.declared_config is not None:
-            return dict(self.declared_config)
+        if self.config is not None:
+            return dict(self.config)
         kind = self.kind
         return {
             "name": self.name,
