@@ -93,10 +93,10 @@ class Rig:
         handles = range(self._next_handle, self._next_handle + count)
         self._next_handle += count
         for place, handle in enumerate(handles):
-            self.host.put(handle, self.adapter(rank, modules))
+            self.host[handle] = self.adapter(rank, modules)
             copy = AdapterCopy(handle, tuple(range(place * pages, (place + 1) * pages)))
             self._copy(copy)
-            self.host.discard(handle)
+            self.host.pop(handle, None)
         return list(handles)
 
     def decode(

@@ -21,6 +21,7 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
@@ -193,7 +194,9 @@ class Subject:
             SchedulerSettings(**settings),
             adapter_host_bytes=1 << 30,
         )
-        engine.register_adapter(AdapterSource(ADAPTER, "", adapter.num_bytes, adapter.targets))
+        engine.register_adapter(
+            AdapterSource(ADAPTER, "", adapter.num_bytes, tuple(sorted(pieces_of(adapter))))
+        )
         return engine
 
     def generated(self, request: EngineRequest) -> list[tuple[list[int], float]]:

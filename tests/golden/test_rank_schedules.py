@@ -55,7 +55,7 @@ class RankLoader(RandomAdapters):
 
     def discard(self, handle: AdapterHandle) -> None:
         for rank in self._ranks.ranks:
-            rank.host_adapters.discard(handle)
+            rank.host_adapters.pop(handle, None)
 
 
 def few_adapters(sources: list[AdapterSource]) -> list[EngineRequest]:

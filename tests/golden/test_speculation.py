@@ -18,6 +18,7 @@ from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.task import Generate
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapters
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
@@ -63,7 +64,7 @@ class Subject:
             adapter_host_bytes=1 << 30,
         )
         for name, adapter in adapters.items():
-            source = AdapterSource(name, "", adapter.num_bytes, adapter.targets)
+            source = AdapterSource(name, "", adapter.num_bytes, tuple(sorted(pieces_of(adapter))))
             engine.register_adapter(source)
         return engine
 

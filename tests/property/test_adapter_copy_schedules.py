@@ -17,7 +17,7 @@ from loraplex.core.adapter import LoraTarget, Residency
 from loraplex.core.plan import PageGeometry, PageId
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
-from loraplex.execution.adapters.layout import PieceWriter, pieces_of
+from loraplex.execution.adapters.layout import pieces_of, write_piece
 from loraplex.kernels.lora import LoraBatch, LoraTable
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import place
@@ -68,7 +68,7 @@ class Machine:
         self.adapters = {handle: random_adapter(self.draws, handle) for handle in range(1, 13)}
         self.cache = AdapterCache(18 * PAGE_BYTES, NUM_PAGES, keeps_host_copy=True)
         for handle, adapter in self.adapters.items():
-            num_pages = place(adapter.targets, GEOMETRY).num_pages
+            num_pages = place(pieces_of(adapter), GEOMETRY).num_pages
             self.cache.register(handle, num_pages * PAGE_BYTES, num_pages)
         self.host = HostAdapters()
         self.copying: dict[int, tuple[PageId, ...]] = {}
@@ -97,8 +97,8 @@ class Machine:
         if dropped is None:
             return
         for other in dropped:
-            self.host.discard(other)
-        self.host.put(handle, self.bank.prepare(self.adapters[handle]))
+            self.host.pop(other, None)
+        self.host[handle] = self.bank.prepare(self.adapters[handle])
         self.cache.loaded(handle)
 
     def copy(self) -> None:
@@ -173,7 +173,7 @@ class Machine:
         for handle in handles:
             del self.copying[handle]
             for dropped in self.cache.copied(handle):
-                self.host.discard(dropped)
+                self.host.pop(dropped, None)
 
     def _read(self, step: Launched, layer: int) -> None:
         table = step.batch.table
@@ -181,13 +181,13 @@ class Machine:
         for handle, entry in step.entries.items():
             pieces = pieces_of(self.adapters[handle])
             for module in SHAPES:
-                cell = (entry, table.cells.cell_of(layer, module))
+                cell = (entry, table.cells.by_place[layer, module, 0])
                 ranks = int(table.on_device.ranks[cell])
                 target = LoraTarget(layer, module, ranks, *SHAPES[module])
                 assert bool(ranks) == any((t.layer, t.module) == (layer, module) for t in pieces)
                 if ranks:
                     expected = torch.empty(target.num_elements)
-                    PieceWriter(self.adapters[handle], None).write(pieces[target], expected)
+                    write_piece(self.adapters[handle], None, pieces[target], expected)
                     assert torch.equal(found(table, entry, target, step.batch.pool), expected)
                     assert float(table.on_device.scales[cell]) == handle
                     self.num_read += 1
@@ -195,7 +195,7 @@ class Machine:
 
 def found(table: LoraTable, entry: int, target: LoraTarget, pool: torch.Tensor) -> torch.Tensor:
     assert table.on_device is not None
-    cell = (entry, table.cells.cell_of(target.layer, target.module))
+    cell = (entry, table.cells.by_place[target.layer, target.module, 0])
     first = int(table.on_device.offsets[cell])
     return pool[first : first + target.num_elements]
 

@@ -18,7 +18,7 @@ class InstantLoader:
         self._loaded: list[FakeLoad] = []
 
     def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
-        self._host.put(handle, self.prepare(self._make(source)))
+        self._host[handle] = self.prepare(self._make(source))
         self._loaded.append(FakeLoad(handle))
 
     def poll(self) -> list[FakeLoad]:
@@ -26,7 +26,7 @@ class InstantLoader:
         return loaded
 
     def discard(self, handle: AdapterHandle) -> None:
-        self._host.discard(handle)
+        self._host.pop(handle, None)
 
     def close(self) -> None:
         """Nothing is held."""

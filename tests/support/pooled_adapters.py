@@ -87,7 +87,7 @@ class PooledAdapters:
 
     def with_vectors(self, place: tuple[int, str], *kinds: int) -> "PooledAdapters":
         """Return the same adapters, with vectors of these FACTOR and SHIFT flags at a place."""
-        cell = self.table.cells.cell_of(*place)
+        cell = self.table.cells.by_place[(*place, 0)]
         out_features = self.table.cells.shapes[cell][1]
         unit = self.table.alignment
         words, pools = self._vectors.copy(), [self.pool]
@@ -134,7 +134,7 @@ class PooledAdapters:
         """What becomes of y, in float64."""
         result, x = y.double(), x.double()
         for use, (module, first) in itertools.product(uses, zip(modules, out_offsets, strict=True)):
-            cell = self.table.cells.cell_of(layer, module)
+            cell = self.table.cells.by_place[layer, module, 0]
             tokens = slice(use.first_token, use.first_token + use.num_tokens)
             a, b = self._matrices(use.entry, cell)
             scale = use.scale * float(self.table.scales[use.entry, cell])
@@ -162,7 +162,7 @@ class PooledAdapters:
                     int(routes.experts[token, choice]),
                     token * routes.num_chosen + choice,
                 )
-                cell = self.table.cells.cell_of(layer, module, expert)
+                cell = self.table.cells.by_place[layer, module, expert]
                 a, b = self._matrices(use.entry, cell)
                 scale = use.scale * float(self.table.scales[use.entry, cell])
                 row = x[pair // pairs_of_row]

@@ -22,6 +22,7 @@ from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.task import Generate
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.sampling.rows import num_logits_rows
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.steps.model_runner import ModelRunner
@@ -78,7 +79,7 @@ class RandomAdapters(InstantLoader):
     @property
     def sources(self) -> list[AdapterSource]:
         return [
-            AdapterSource(digest, "", adapter.num_bytes, adapter.targets)
+            AdapterSource(digest, "", adapter.num_bytes, tuple(sorted(pieces_of(adapter))))
             for digest, adapter in self._adapters.items()
         ]
 

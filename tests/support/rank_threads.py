@@ -11,6 +11,7 @@ import torch
 
 from loraplex.core.plan import Capacity, StepPlan, StepResult
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
@@ -34,7 +35,7 @@ class Rank:
 
     def put(self, handle: int, adapter: HostAdapter) -> None:
         """Load an adapter, as the loaders of all ranks do together."""
-        self.host_adapters.put(handle, self.runner.prepare_adapter(adapter))
+        self.host_adapters[handle] = self.runner.prepare_adapter(adapter)
 
 
 class RankThreads:
@@ -108,7 +109,7 @@ class RankThreads:
     def pages_of(self, adapter: HostAdapter) -> int:
         """Return the number of pages that an adapter takes on each rank."""
         capacity = self.capacity()
-        return most_pages(capacity.held(adapter.targets), capacity.page_geometry)
+        return most_pages(capacity.held(pieces_of(adapter)), capacity.page_geometry)
 
 
 @dataclasses.dataclass(frozen=True)

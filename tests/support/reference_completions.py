@@ -14,6 +14,7 @@ from peft import PeftModel
 
 from loraplex.core.plan import RowResult
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sampling.sampler import Sampler
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -43,7 +44,7 @@ def recorded_driver(
     """
     host = HostAdapters()
     for handle, adapter in adapters.items():
-        host.put(handle, adapter)
+        host[handle] = adapter
     fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8}
     parts = load_parts(folder, RunnerSettings(**(fixed | settings)), host)
     sampler = RecordingSampler(parts.capacity.vocab_size)
@@ -53,7 +54,7 @@ def recorded_driver(
         random.Random(3).shuffle(order)
     driver = StepDriver(runner, order)
     for handle, adapter in adapters.items():
-        pages = place(adapter.targets, parts.capacity.page_geometry).num_pages
+        pages = place(pieces_of(adapter), parts.capacity.page_geometry).num_pages
         assert driver.load(handle, pages).copies_done == (handle,)
     return driver, sampler
 

@@ -143,7 +143,7 @@ class StagedLoader:
 
     def start(self, handle: AdapterHandle, source: AdapterSource) -> None:
         for runner, host in self._stages:
-            host.put(handle, runner.prepare_adapter(self._make(source)))
+            host[handle] = runner.prepare_adapter(self._make(source))
         self._loaded.append(FakeLoad(handle))
 
     def poll(self) -> list[FakeLoad]:
@@ -152,7 +152,7 @@ class StagedLoader:
 
     def discard(self, handle: AdapterHandle) -> None:
         for _, host in self._stages:
-            host.discard(handle)
+            host.pop(handle, None)
 
     def close(self) -> None: ...
 

@@ -300,7 +300,7 @@ def _trial_parts(assembly: Assembly) -> RunnerParts:
     host_adapters = HostAdapters()
     parts = assembly.parts(size, host_adapters)
     adapter = parts.adapter_bank.prepare(_dummy_adapter(assembly))
-    host_adapters.put(DUMMY_ADAPTER, adapter)
+    host_adapters[DUMMY_ADAPTER] = adapter
     return parts
 
 

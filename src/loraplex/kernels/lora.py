@@ -116,17 +116,15 @@ class LoraCells:
         ]
         self.shapes = tuple(shape for _, shape in cells)
         """(in_features, out_features) of each cell."""
-        self._cells = {place: cell for cell, (place, _) in enumerate(cells)}
+        self.by_place = {place: cell for cell, (place, _) in enumerate(cells)}
+        """Cell of each (layer, module, expert)."""
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def __contains__(self, place: tuple[int, str]) -> bool:
         """Return whether the module of a layer has a cell."""
-        return (*place, 0) in self._cells
-
-    def cell_of(self, layer: int, module: str, expert: int = 0) -> int:
-        return self._cells[layer, module, expert]
+        return (*place, 0) in self.by_place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -368,7 +366,7 @@ def add_lora(
     """
     add_vectors(y, (*vector_uses(batch, place), *batch.parts), *place[:3])
     wanted = [
-        (batch.table.cells.cell_of(place.layer, module), first)
+        (batch.table.cells.by_place[place.layer, module, 0], first)
         for module, first in zip(place.modules, place.out_offsets, strict=True)
     ]
     for group in batch.groups():
@@ -390,7 +388,7 @@ def vector_uses(batch: LoraBatch, place: LoraPlace) -> Iterator[PartsUse]:
     if words is None:
         return
     named = [(place.layer, module) for module in place.modules]
-    cells = {each: table.cells.cell_of(*each) for each in named}
+    cells = {each: table.cells.by_place[(*each, 0)] for each in named}
     for group in batch.groups():
         vectors = {
             each: vectors_at(

@@ -119,7 +119,7 @@ def add_expert_lora(
     for group in batch.groups():
         chosen = routes.experts[group.token_indices]
         for expert in sorted(set(chosen.flatten().tolist())):
-            cells = [table.cells.cell_of(place.layer, module, expert) for module in place.modules]
+            cells = [table.cells.by_place[place.layer, module, expert] for module in place.modules]
             adapted = [
                 (cell, first)
                 for cell, first in zip(cells, place.out_offsets, strict=True)

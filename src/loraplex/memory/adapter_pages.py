@@ -124,7 +124,7 @@ def layer_targets(
     ]
 
 
-def place(targets: Sequence[LoraTarget], geometry: PageGeometry) -> Placement:
+def place(targets: Iterable[LoraTarget], geometry: PageGeometry) -> Placement:
     """Lay targets into pages: sorted, each after the last one or at the start of a new page.
 
     Raises AdapterTooLargeError if a target is larger than a page.

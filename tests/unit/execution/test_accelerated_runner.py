@@ -102,9 +102,9 @@ def dora_adapter() -> HostAdapter:
 
 
 def runner_of(parts: RunnerParts) -> ModelRunner:
-    parts.host_adapters.put(HANDLE, parts.adapter_bank.prepare(adapter()))
-    parts.host_adapters.put(DORA, parts.adapter_bank.prepare(dora_adapter()))
-    parts.host_adapters.put(WIDE, parts.adapter_bank.prepare(wide_adapter()))
+    parts.host_adapters[HANDLE] = parts.adapter_bank.prepare(adapter())
+    parts.host_adapters[DORA] = parts.adapter_bank.prepare(dora_adapter())
+    parts.host_adapters[WIDE] = parts.adapter_bank.prepare(wide_adapter())
     runner = ModelRunner(parts)
     runner.record_steps()
     return runner

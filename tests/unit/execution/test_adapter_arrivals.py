@@ -14,6 +14,7 @@ from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapters.bank import AdapterBank, BaseEnds
 from loraplex.execution.adapters.entry_tables import head_modules
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch, LoraPlace, add_lora
@@ -84,7 +85,7 @@ def with_everything(seed: int) -> HostAdapter:
 
 
 def put(bank: AdapterBank, handle: int, host: HostAdapter, first_page: int) -> None:
-    num_pages = place(host.targets, GEOMETRY).num_pages
+    num_pages = place(pieces_of(host), GEOMETRY).num_pages
     bank.copy(handle, bank.prepare(host), list(range(first_page, first_page + num_pages))[::-1])
 
 
@@ -171,7 +172,7 @@ def test_one_of_several_ranks_reports_a_copy_when_all_of_it_is_there() -> None:
     accelerator = DelayedAccelerator(most_polls=10**9)
     bank = make_bank(accelerator, is_alone=False)
     host = bank.prepare(lora_of(0))
-    num_pages = place(host.targets, GEOMETRY).num_pages
+    num_pages = place(pieces_of(host), GEOMETRY).num_pages
     assert num_pages > 1
     bank.copy(1, host, range(num_pages))
     assert bank.arrived() == ()
@@ -246,10 +247,10 @@ def test_a_packed_adapter_is_its_pages_and_keeps_no_tensor_of_its_file() -> None
     host = lora_of(1)
     ready = bank.prepare(host)
     assert ready.packed is not None
-    num_pages = place(host.targets, GEOMETRY).num_pages
+    num_pages = place(pieces_of(host), GEOMETRY).num_pages
     assert ready.num_bytes == num_pages * GEOMETRY.page_elements * 4
     assert all(w.a.numel() == w.b.numel() == 0 for w in ready.weights)
-    assert ready.targets == host.targets
+    assert pieces_of(ready).keys() == pieces_of(host).keys()
 
 
 def test_pages_are_used_again_once_nothing_refers_to_them() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.loading import load_parts, load_runner, start_runner
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
@@ -57,8 +58,8 @@ def adapters_of(folder: Path) -> list[HostAdapter]:
 def tokens(runner: ModelRunner, host: HostAdapters, adapters: list[HostAdapter]) -> list[list[int]]:
     driver, capacity = StepDriver(runner), runner.capacity()
     for handle, adapter in zip(HANDLES, adapters, strict=True):
-        host.put(handle, runner.prepare_adapter(adapter))
-        num_pages = most_pages(capacity.held(adapter.targets), capacity.page_geometry)
+        host[handle] = runner.prepare_adapter(adapter)
+        num_pages = most_pages(capacity.held(pieces_of(adapter)), capacity.page_geometry)
         assert driver.load(handle, num_pages).copies_done == (handle,)
     return [list(map(int, generated)) for generated in driver.generate(PROMPTS, NUM_TOKENS)]
 

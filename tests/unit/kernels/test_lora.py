@@ -47,7 +47,7 @@ class Adapters:
     def matrices(self, entry: int, layer: int, module: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A [rank, in], B [rank, out], read by hand in float64."""
         (num_in, num_out) = SHAPES[MODULES[module]]
-        cell = (entry, self.table.cells.cell_of(layer, MODULES[module]))
+        cell = (entry, self.table.cells.by_place[layer, MODULES[module], 0])
         rank = int(self.table.ranks[cell])
         start = int(self.table.offsets[cell])
         flat = self.pool[start : start + rank * (num_in + num_out)].double()
@@ -72,7 +72,7 @@ def make_adapters(num_adapters, ranks, dtype, *, modules=MODULES) -> Adapters:
             continue
         rank = ranks[sum(place) % len(ranks)]
         size = rank * sum(SHAPES[name])
-        cell = (entry, cells.cell_of(layer, name))
+        cell = (entry, cells.by_place[layer, name, 0])
         table.offsets[cell], table.ranks[cell] = used, rank
         table.scales[cell] = 0.25 + 0.5 * entry
         pieces.append(torch.randn(size, generator=generator) / HIDDEN**0.5)

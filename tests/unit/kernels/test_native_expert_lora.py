@@ -170,7 +170,7 @@ def test_bits_do_not_depend_on_company_or_threads(library, sizes, dtype):
 def test_experts_without_lora_are_left_alone(library):
     case = Case(1, 4)
     for module, expert in itertools.product(FUSED, (0, 2, 3)):
-        cell = case.table.cells.cell_of(LAYER, module, expert)
+        cell = case.table.cells.by_place[LAYER, module, expert]
         case.table.ranks[0, cell], case.table.offsets[0, cell] = 0, 1 << 60
     routes = sort_routes(torch.tensor([[0, 1], [2, 3], [1, 3]]).int(), torch.ones(3, 2), 4)
     y, x = case.inputs(routes)

@@ -76,7 +76,7 @@ class Case:
         )
         pieces, used = [torch.full((7,), torch.nan)], 7
         for entry, layer, module in np.ndindex(num_adapters, NUM_LAYERS, len(MODULES)):
-            cell = (entry, cells.cell_of(layer, MODULES[module]))
+            cell = (entry, cells.by_place[layer, MODULES[module], 0])
             rank = ranks[(entry + layer + module) % len(ranks)]
             num_elements = rank * sum(shapes[MODULES[module]])
             self.table.offsets[cell], self.table.ranks[cell] = used, rank
@@ -106,7 +106,7 @@ class Case:
         for group in batch.groups():
             for name, first in zip(FUSED, self.out_offsets, strict=True):
                 cells = self.table.cells
-                cell = (group.entry, cells.cell_of(layer, name))
+                cell = (group.entry, cells.by_place[layer, name, 0])
                 num_in, num_out = cells.shapes[cell[1]]
                 rank, start = int(self.table.ranks[cell]), int(self.table.offsets[cell])
                 flat = self.pool[start : start + rank * (num_in + num_out)].double()
@@ -214,7 +214,7 @@ def test_several_adapters_of_a_token_add_up_in_the_order_of_the_groups(library):
 def test_what_no_adapter_changes_keeps_its_bits(library):
     case = Case(2, (4,))
     for layer in range(NUM_LAYERS):
-        case.table.ranks[0, case.table.cells.cell_of(layer, "q_proj")] = 0
+        case.table.ranks[0, case.table.cells.by_place[layer, "q_proj", 0]] = 0
     y, x = case.inputs(3)
     before = y.clone()
     case.add(kernel_of(library), y, x, case.batch([0, 0, -1]))

@@ -12,6 +12,7 @@ from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
@@ -71,7 +72,7 @@ class Model:
             accelerator=accelerator,
         )
         host = HostAdapter("digest", tuple(random_weights(layer_targets(layers, RankLimits(2)))))
-        num_pages = place(host.targets, geometry).num_pages
+        num_pages = place(pieces_of(host), geometry).num_pages
         assert num_pages >= NUM_LAYERS - 1, "the layers arrive one by one"
         bank.copy(1, bank.prepare(host), list(range(num_pages)))
         return bank

@@ -15,6 +15,7 @@ from loraplex.core.rank_limits import RankLimits
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packing import WeightFormat
@@ -123,7 +124,7 @@ class Model:
             for target in each_expert(layer_targets(layers, RankLimits(2), num_experts))
         ]
         host = HostAdapter("digest", tuple(weights))
-        num_pages = place(host.targets, geometry).num_pages
+        num_pages = place(pieces_of(host), geometry).num_pages
         bank = AdapterBank(
             geometry,
             num_pages,

@@ -19,6 +19,7 @@ from loraplex.core.plan import CacheGroupCapacity
 from loraplex.core.rank_limits import RankLimits
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.backend import NativeKernels
@@ -133,7 +134,7 @@ class Model:
         layers, ranks = self.spec.module_shapes, RankLimits(2)
         geometry = page_geometry(layer_targets(layers), usual_ranks=ranks, max_ranks=ranks)
         host = HostAdapter("digest", tuple(weights))
-        num_pages = place(host.targets, geometry).num_pages
+        num_pages = place(pieces_of(host), geometry).num_pages
         bank = AdapterBank(geometry, num_pages, dtype=torch.float32, device=CPU, layers=layers)
         bank.copy(1, bank.prepare(host), list(range(num_pages)))
         batch = bank.lora_batch(((len(PROMPT), ((1, 1.0),)),))

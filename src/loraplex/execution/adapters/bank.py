@@ -18,7 +18,7 @@ from loraplex.core.plan import VECTORS, PageGeometry, PageId
 from loraplex.execution.adapters.dora import with_factors
 from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import AdapterLayout, HostAdapter
-from loraplex.execution.adapters.layout import PieceWriter, packed, pieces_of
+from loraplex.execution.adapters.layout import packed, pieces_of, write_piece
 from loraplex.execution.adapters.resident_parts import PartsViews
 from loraplex.execution.adapters.transfers import Transfers
 from loraplex.kernels.accelerator import Accelerator
@@ -287,16 +287,17 @@ class AdapterBank:
         return self._parts[entry]
 
     def _layout_of(self, host: HostAdapter) -> AdapterLayout:
-        return self._tables.layout_of(host, place(host.targets, self._geometry))
+        return self._tables.layout_of(host, place(pieces_of(host), self._geometry))
 
     def _fill(self, handle: AdapterHandle, host: HostAdapter, layout: AdapterLayout) -> None:
         """Fill the adapter's pages and its entry."""
         entry, page_ids = self._residents[handle].entry, self._residents[handle].page_ids
         self._tables.clear(entry)
         if self._transfers is None:
-            writer, pieces = PieceWriter(host, self._base), pieces_of(host)
+            pieces = pieces_of(host)
             for spot in layout.placement.places:
-                writer.write(pieces[spot.target], self._elements(page_ids, spot))
+                place_of = self._elements(page_ids, spot)
+                write_piece(host, self._base, pieces[spot.target], place_of)
             self._copied.append(handle)
         else:
             assert host.packed is not None, "it was prepared"

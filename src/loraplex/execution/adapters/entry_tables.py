@@ -108,7 +108,7 @@ class EntryTables:
                 assert self.head is not None
                 head.append((target.first // self.head.cells.shapes[0][1], *where))
             else:
-                cell = self.layers.cells.cell_of(target.layer, target.module, target.expert)
+                cell = self.layers.cells.by_place[target.layer, target.module, target.expert]
                 layers.append((cell, *where))
         return AdapterLayout(placement, _table_cells(layers), _table_cells(head))
 
@@ -140,7 +140,7 @@ class EntryTables:
         for place, found in by_place.items():
             if place not in table.cells:
                 continue
-            cell = table.cells.cell_of(*place)
+            cell = table.cells.by_place[(*place, 0)]
             if all(target.out_features == table.cells.shapes[cell][1] for target, _ in found):
                 words = [
                     first // table.alignment * FLAGS + _flags(target) for target, first in found

@@ -5,7 +5,6 @@ adapters are here.
 """
 
 import dataclasses
-import threading
 from collections.abc import Mapping
 
 import numpy as np
@@ -85,11 +84,6 @@ class HostAdapter:
     """Pages laid out as in the pool, for an accelerator; then the pieces have no values."""
 
     @property
-    def targets(self) -> tuple[LoraTarget, ...]:
-        weights = [weight.target for weight in self.weights]
-        return tuple(sorted([*weights, *(part.target for part in self.parts)]))
-
-    @property
     def num_bytes(self) -> int:
         if self.packed is not None:
             return self.packed.num_bytes
@@ -97,26 +91,6 @@ class HostAdapter:
         return weights + sum(part.values.nbytes for part in self.parts)
 
 
-class HostAdapters:
-    """Table that the loader fills and the bank reads. Safe to use from two threads."""
-
-    def __init__(self) -> None:
-        self._adapters: dict[AdapterHandle, HostAdapter] = {}
-        self._lock = threading.Lock()
-
-    def put(self, handle: AdapterHandle, adapter: HostAdapter) -> None:
-        with self._lock:
-            self._adapters[handle] = adapter
-
-    def get(self, handle: AdapterHandle) -> HostAdapter | None:
-        with self._lock:
-            return self._adapters.get(handle)
-
-    def discard(self, handle: AdapterHandle) -> None:
-        """Forget an adapter, if it is here."""
-        with self._lock:
-            self._adapters.pop(handle, None)
-
-    def __len__(self) -> int:
-        with self._lock:
-            return len(self._adapters)
+HostAdapters = dict[AdapterHandle, HostAdapter]
+"""Adapters in host memory. The loader's thread adds them and the runner's reads them: each call of
+a dict's own methods is whole, whichever thread makes it."""

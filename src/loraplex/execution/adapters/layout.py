@@ -16,52 +16,45 @@ from loraplex.execution.adapters.pinned_pages import PinnedPages
 from loraplex.models.base_linears import BaseLinears
 
 
-class PieceWriter:
-    """Writer of one adapter's pieces. Values are rounded to the type of the place."""
+def write_piece(
+    adapter: HostAdapter,
+    base: BaseLinears | None,
+    piece: HostWeight | HostPart,
+    place: torch.Tensor,
+) -> None:
+    """Write a piece of an adapter, rounded to the type of the place.
 
-    def __init__(self, adapter: HostAdapter, base: BaseLinears | None) -> None:
-        """base: None if the adapter has only LoRA. DoRA factors must be known."""
-        self._factors = adapter.factors
-        self._base = base
-
-    def write(self, piece: HostWeight | HostPart, place: torch.Tensor) -> None:
-        """Write a piece. place: the target's own flat elements, on any device."""
-        if isinstance(piece, HostWeight):
-            self._write_weight(piece, place)
-        else:
-            self._write_part(piece, place)
-
-    def _write_weight(self, weight: HostWeight, place: torch.Tensor) -> None:
-        """Write A, then B transposed; with DoRA, B times the factor of each output."""
-        target = weight.target
-        b = weight.b
-        factor = self._factors.get((target.layer, target.module))
-        if factor is not None:
-            own = _outputs(factor, target)
+    base: None if the adapter has only LoRA. DoRA factors must be known. place: the target's own
+    flat elements, on any device.
+    """
+    target, factors = piece.target, adapter.factors
+    key = (target.layer, target.module)
+    if isinstance(piece, HostWeight):
+        # A, then B transposed; with DoRA, B times the factor of each output.
+        b = piece.b
+        if key in factors:
+            own = _outputs(factors[key], target)
             b = b.to(own.device, torch.float64) * own.unsqueeze(1)
         middle = target.rank * target.in_features
-        place[:middle].view(target.rank, target.in_features).copy_(weight.a)
+        place[:middle].view(target.rank, target.in_features).copy_(piece.a)
         place[middle:].view(target.rank, target.out_features).copy_(b.t())
-
-    def _write_part(self, part: HostPart, place: torch.Tensor) -> None:
-        target = part.target
-        view = place.view(target.rank, target.out_features)
-        key = (target.layer, target.module)
-        match target.part:
-            case TargetPart.FACTOR:
-                assert self._base is not None
-                factor = _outputs(self._factors[key], target) - 1
-                view[0].copy_(factor)
-                if target.rank == 2:
-                    view[1].copy_(-factor * _outputs(self._base.bias(*key), target))
-            case TargetPart.BIAS:
-                assert self._base is not None
-                bias = _outputs(self._base.bias(*key), target)
-                view[0].copy_(part.values.to(bias.device, torch.float64) - bias)
-            case TargetPart.SHIFT:
-                view[0].copy_(part.values.double() * part.scale)
-            case _:
-                view.copy_(part.values)
+        return
+    view = place.view(target.rank, target.out_features)
+    match target.part:
+        case TargetPart.FACTOR:
+            assert base is not None
+            factor = _outputs(factors[key], target) - 1
+            view[0].copy_(factor)
+            if target.rank == 2:
+                view[1].copy_(-factor * _outputs(base.bias(*key), target))
+        case TargetPart.BIAS:
+            assert base is not None
+            bias = _outputs(base.bias(*key), target)
+            view[0].copy_(piece.values.to(bias.device, torch.float64) - bias)
+        case TargetPart.SHIFT:
+            view[0].copy_(piece.values.double() * piece.scale)
+        case _:
+            view.copy_(piece.values)
 
 
 def packed(
@@ -73,10 +66,10 @@ def packed(
     """
     placement = layout.placement
     lease = pages.take(placement.num_pages)
-    writer, pieces = PieceWriter(adapter, base), pieces_of(adapter)
+    pieces = pieces_of(adapter)
     for target, page_index, offset in placement.places:
         end = offset + target.num_elements
-        writer.write(pieces[target], lease.pages[page_index][offset:end])
+        write_piece(adapter, base, pieces[target], lease.pages[page_index][offset:end])
     nothing = torch.empty(0)
     return HostAdapter(
         adapter.digest,

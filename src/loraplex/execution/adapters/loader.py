@@ -236,7 +236,7 @@ class FileAdapterLoader:
 
     def discard(self, handle: AdapterHandle) -> None:
         """Forget a host copy. Its load must have ended."""
-        self._host.discard(handle)
+        self._host.pop(handle, None)
 
     def close(self) -> None:
         """End the thread after the load in progress; waiting ones are dropped."""
@@ -253,7 +253,7 @@ class FileAdapterLoader:
                     adapter = read_host_adapter(source)
                 else:  # all ranks compute DoRA's norms together, or none begins
                     adapter = agreed(self._channel, functools.partial(read_host_adapter, source))
-                self._host.put(handle, self._prepare(adapter))
+                self._host[handle] = self._prepare(adapter)
             except DeviceLost:
                 return  # another rank has ended, and this engine with it
             except LoraplexError as error:

@@ -1,5 +1,6 @@
 """Steps that were launched, and of which the host does not know yet what they gave."""
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -22,17 +23,17 @@ class StepWork(Protocol):
     def finish(self) -> StepResult: ...
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class LaunchedStep:
     """Implements engine.runner.StepHandle."""
 
-    def __init__(self, step_id: int, wait: Callable[["LaunchedStep"], None]) -> None:
-        """wait: ends it, with all that were launched before."""
-        self.step_id = step_id
-        self._wait = wait
-        self.work: StepWork | None = None
-        self.outcome: StepResult | StepFailedError | None = None
-        """None: not known yet."""
-        self._is_waited_for = False
+    step_id: int
+    _wait: Callable[["LaunchedStep"], None]
+    """Ends it, with all that were launched before."""
+    work: StepWork | None = None
+    outcome: StepResult | StepFailedError | None = None
+    """None: not known yet."""
+    _is_waited_for: bool = False
 
     @property
     def has_failed(self) -> bool:

@@ -5,6 +5,7 @@ it means for requests, only the scheduler knows.
 """
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -129,7 +130,11 @@ class ModelRunner:
         """
         start_ns = time.monotonic_ns()
         try:
-            inputs = self._prepare(plan)
+            for slot in plan.removed:
+                self._batch.remove_row(slot)
+            for row in plan.added:
+                self._batch.add_row(row)
+            inputs = self._batch.prepare(plan.rows) if plan.rows else None
             texts = self._batch.encoder_inputs(plan.encoded_texts) if plan.encodes else ()
         except Exception as error:
             return PreparedStep(plan, error, time.monotonic_ns() - start_ns)
@@ -137,7 +142,7 @@ class ModelRunner:
 
     def run(self, step: PreparedStep) -> LaunchedStep:
         """Launch a prepared step. Steps run in their order, by one thread; some may never run."""
-        return self._launched.launch(step.plan.step_id, lambda: self._execute(step))
+        return self._launched.launch(step.plan.step_id, functools.partial(self._execute, step))
 
     def close(self) -> None:
         try:
@@ -145,13 +150,6 @@ class ModelRunner:
         finally:
             if self._links is not None:
                 self._links.close()
-
-    def _prepare(self, plan: StepPlan) -> StepInputs | None:
-        for slot in plan.removed:
-            self._batch.remove_row(slot)
-        for row in plan.added:
-            self._batch.add_row(row)
-        return self._batch.prepare(plan.rows) if plan.rows else None
 
     def _execute(self, step: PreparedStep) -> StepWork:
         if isinstance(step.inputs, Exception):
@@ -162,9 +160,10 @@ class ModelRunner:
                 self._computer.remove_row(slot)
             for row in plan.added:
                 self._computer.add_row(row)
-            self._kv_cache.offload_blocks(plan.block_offloads)
-            self._kv_cache.load_blocks(plan.block_loads)
-            self._kv_cache.copy_blocks(plan.block_copies)
+            if plan.block_offloads or plan.block_loads or plan.block_copies:
+                self._kv_cache.offload_blocks(plan.block_offloads)
+                self._kv_cache.load_blocks(plan.block_loads)
+                self._kv_cache.copy_blocks(plan.block_copies)
             copies_start_ns = time.monotonic_ns()
             copies_failed = self._start_copies(plan.adapter_copies)
             copy_ns = time.monotonic_ns() - copies_start_ns
@@ -183,7 +182,10 @@ class ModelRunner:
         failed = []
         for copy in copies:
             try:
-                self._copy_adapter(copy)
+                host = self._host_adapters.get(copy.handle)
+                if host is None:
+                    raise AdapterLoadError(f"adapter {copy.handle} is not in host memory")
+                self._adapter_bank.copy(copy.handle, host, copy.page_ids)
             except LoraplexError as error:
                 failed.append((copy.handle, error.to_info()))
             except Exception as error:
@@ -192,12 +194,6 @@ class ModelRunner:
                 reason = AdapterLoadError(f"copying adapter {copy.handle} failed: {error}")
                 failed.append((copy.handle, reason.to_info()))
         return tuple(failed)
-
-    def _copy_adapter(self, copy: AdapterCopy) -> None:
-        host = self._host_adapters.get(copy.handle)
-        if host is None:
-            raise AdapterLoadError(f"adapter {copy.handle} is not in host memory")
-        self._adapter_bank.copy(copy.handle, host, copy.page_ids)
 
     def _encode(
         self, texts: Sequence[EncoderInput], faults: dict[Slot, ErrorInfo], watch: StepWatch
@@ -254,34 +250,26 @@ class ModelRunner:
         return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _LaunchedWork:
     """Implements StepWork."""
 
-    def __init__(
-        self,
-        adapter_bank: AdapterBank,
-        plan: StepPlan,
-        rows: LaunchedRows | None,
-        copies_failed: CopyFailures,
-        watch: StepWatch,
-        copy_ns: int,
-    ) -> None:
-        self._adapter_bank = adapter_bank
-        self._plan = plan
-        self._rows = rows
-        self._copies_failed = copies_failed
-        self._watch = watch
-        self._copy_ns = copy_ns
+    adapter_bank: AdapterBank
+    plan: StepPlan
+    rows: LaunchedRows | None
+    copies_failed: CopyFailures
+    watch: StepWatch
+    copy_ns: int
 
     @property
     def is_late(self) -> bool:
-        return self._rows is not None and self._rows.is_late
+        return self.rows is not None and self.rows.is_late
 
     def finish(self) -> StepResult:
-        plan = self._plan
-        rows = () if self._rows is None else self._rows.finish()
+        plan = self.plan
+        rows = () if self.rows is None else self.rows.finish()
         # Last, because an arrival is reported only once.
-        has_news = bool(rows or self._copies_failed)
-        arrived = self._adapter_bank.arrived(wait=not has_news)
-        timing = self._watch.timing(self._copy_ns if plan.adapter_copies else 0)
-        return StepResult(plan.step_id, rows, arrived, self._copies_failed, timing)
+        has_news = bool(rows or self.copies_failed)
+        arrived = self.adapter_bank.arrived(wait=not has_news)
+        timing = self.watch.timing(self.copy_ns if plan.adapter_copies else 0)
+        return StepResult(plan.step_id, rows, arrived, self.copies_failed, timing)

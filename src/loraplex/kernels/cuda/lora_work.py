@@ -95,7 +95,7 @@ class LoraWork:
 
 def fused_linear(cells: LoraCells, alignment: int, place: LoraPlace) -> FusedLinear:
     """Return what launches need to know of a fused linear layer."""
-    indices = [cells.cell_of(place.layer, module) for module in place.modules]
+    indices = [cells.by_place[place.layer, module, 0] for module in place.modules]
     out_offsets = place.out_offsets
     first_cell = min(indices)
     columns = tuple(index - first_cell for index in indices)

@@ -188,7 +188,7 @@ class NativeLora:
 
 
 def _linear(cells: LoraCells, place: LoraPlace) -> _Prepared:
-    indices = [cells.cell_of(place.layer, module) for module in place.modules]
+    indices = [cells.by_place[place.layer, module, 0] for module in place.modules]
     in_features = {cells.shapes[index][0] for index in indices}
     assert len(in_features) == 1, "modules of one linear layer have one input"
     arrays = (
@@ -204,7 +204,7 @@ def _linear(cells: LoraCells, place: LoraPlace) -> _Prepared:
 def _vectors(parts: AdapterParts, cells: LoraCells) -> _Vectors:
     """Return an adapter's vectors without their tokens, those of cells only."""
     found = [
-        (cells.cell_of(*place), vector)
+        (cells.by_place[(*place, 0)], vector)
         for place, vectors in parts.vectors.items()
         if place in cells
         for vector in vectors

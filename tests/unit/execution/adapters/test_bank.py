@@ -11,6 +11,7 @@ from loraplex.core.plan import PageGeometry
 from loraplex.execution.adapters.bank import AdapterBank
 from loraplex.execution.adapters.entry_tables import EntryTables
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart, HostWeight
+from loraplex.execution.adapters.layout import pieces_of
 from loraplex.kernels.lora import LoraPlace, add_lora
 from loraplex.memory.adapter_pages import layer_targets, place
 from support.naming import naming
@@ -46,7 +47,7 @@ RANKS = {(0, "q_proj"): 3, (0, "down_proj"): 1, (2, "q_proj"): 8, (1, "down_proj
 
 
 def pages_of(host: HostAdapter) -> int:
-    return place(host.targets, GEOMETRY).num_pages
+    return place(pieces_of(host), GEOMETRY).num_pages
 
 
 def delta(bank: AdapterBank, rows, x, layer, module) -> torch.Tensor:
@@ -279,7 +280,7 @@ def test_each_expert_has_its_own_cell():
     (entry,) = bank.lora_batch(((1, ((1, 1.0),)),)).entries
     table, pool = bank._tables.layers, bank._pool
     for layer, expert in itertools.product(range(2), range(3)):
-        cell = table.cells.cell_of(layer, "experts.up_proj", expert)
+        cell = table.cells.by_place[layer, "experts.up_proj", expert]
         rank = ranks.get((layer, expert), 0)
         assert table.ranks[entry, cell] == rank
         if rank:
@@ -287,7 +288,7 @@ def test_each_expert_has_its_own_cell():
             assert (pool[first : first + 12 * rank] == 10 * layer + expert + 1).all()
             assert (pool[first + 12 * rank : first + 32 * rank] == 1).all()
             assert table.scales[entry, cell] == rank / 2
-    assert table.ranks[entry, table.cells.cell_of(1, "q_proj")] == 0
+    assert table.ranks[entry, table.cells.by_place[1, "q_proj", 0]] == 0
 
 
 def host_adapter_of(weights: list[HostWeight]) -> HostAdapter:

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.core.adapter import OUTSIDE_LAYERS, LoraTarget, TargetPart
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostPart
-from loraplex.execution.adapters.layout import PieceWriter
+from loraplex.execution.adapters.layout import write_piece
 from loraplex.execution.adapters.resident_parts import PartsViews
 from loraplex.kernels.adapter_parts import AdapterParts
 
@@ -25,11 +25,10 @@ class Base:
 
 def written(*parts: HostPart, ties=False, factors: Any = None, **result) -> AdapterParts:
     adapter = HostAdapter("digest", (), parts, factors or {})
-    writer = PieceWriter(adapter, Base())  # type: ignore[arg-type]
     views = PartsViews(ties_embeddings=ties)
     for part in parts:
         place = torch.zeros(part.target.num_elements)
-        writer.write(part, place)
+        write_piece(adapter, Base(), part, place)  # type: ignore[arg-type]
         views.add(part, place)
     return views.result(**{"has_head_lora": False} | result)
 

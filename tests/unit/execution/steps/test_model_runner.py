@@ -46,8 +46,8 @@ def adapter(value: float, in_features: int = 16) -> HostAdapter:
 @pytest.fixture
 def host_adapters() -> HostAdapters:
     adapters = HostAdapters()
-    adapters.put(HANDLE, adapter(1.0))
-    adapters.put(BROKEN_HANDLE, adapter(float("nan")))
+    adapters[HANDLE] = adapter(1.0)
+    adapters[BROKEN_HANDLE] = adapter(float("nan"))
     return adapters
 
 
@@ -146,10 +146,10 @@ def test_an_adapter_is_used_once_it_is_copied(runner: Runner) -> None:
 
 
 def test_failed_copies_are_reported_one_by_one(runner: Runner, host_adapters: HostAdapters) -> None:
-    host_adapters.put(8, adapter(0.1, in_features=99))
+    host_adapters[8] = adapter(0.1, in_features=99)
     (weight,) = adapter(0.1).weights
     cut = dataclasses.replace(weight, b=weight.b[:5])
-    host_adapters.put(9, HostAdapter("cut", (cut,)))
+    host_adapters[9] = HostAdapter("cut", (cut,))
     copies = (
         *(AdapterCopy(7, (0,)), AdapterCopy(HANDLE, (1,))),
         *(AdapterCopy(8, (2,)), AdapterCopy(9, (3,))),

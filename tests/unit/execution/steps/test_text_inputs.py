@@ -39,7 +39,7 @@ def model() -> tuple[RunnerParts, ToyEncoder]:
     )
     adapters = RandomAdapters(parts.host_adapters, parts.decoder.spec, (4,))
     host = parts.adapter_bank.prepare(adapters.make(adapters.sources[0]))
-    parts.host_adapters.put(ADAPTER, host)
+    parts.host_adapters[ADAPTER] = host
     return parts, encoder
 
 

@@ -124,7 +124,7 @@ def test_a_second_adapter_is_added_to_what_the_first_one_left(dtype, longest):
 @VARIANTS
 def test_experts_that_are_not_adapted_are_left_alone(dtype, longest):
     adapters = pooled(1, (4,), dtype)
-    cell = adapters.table.cells.cell_of(1, FUSED[1], 3)
+    cell = adapters.table.cells.by_place[1, FUSED[1], 3]
     ranks = adapters.table.ranks.copy()
     adapters.table.ranks[:] = 0
     adapters.table.ranks[0, cell] = ranks[0, cell]
@@ -146,7 +146,7 @@ def test_an_adapter_that_is_not_finite_keeps_to_its_rows(dtype, longest):
     y, x = inputs(routes, dtype)
     expected = added(y, x, adapters.batch(uses, 6, longest), routes)
     cells = adapters.table.cells
-    first = cells.cell_of(1, FUSED[0], NUM_EXPERTS - 1)
+    first = cells.by_place[1, FUSED[0], NUM_EXPERTS - 1]
     start = int(adapters.table.offsets[1, first])
     adapters.pool[start : start + 4] = torch.inf
     result = added(y, x, adapters.batch(uses, 6, longest), routes)
