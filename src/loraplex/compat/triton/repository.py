@@ -34,8 +34,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.frontends.kserve.errors import NotFoundError
-from loraplex.frontends.kserve.models.config_override import parse_config
-from loraplex.frontends.kserve.models.model_control import FoundModel
+from loraplex.frontends.kserve.models.model_control import FoundModel, parse_config
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 
 _PARTS = (Role.PREPROCESSING, Role.POSTPROCESSING)

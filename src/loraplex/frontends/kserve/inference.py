@@ -176,15 +176,12 @@ class Inference(ResponseStream):
     async def response(self) -> InferResponse:
         """Return everything in one response. A stopped request returns what it has."""
         with self._recording:
-            try:
-                while self._num_running:
-                    found = await self._active.result_before_stop(self._read)
-                    if found is None:
-                        self._begin_all()
-                        break
-                    self._take(*found)
-            except LoraplexError as error:
-                raise_in_dialect(self._model, error)
+            while self._num_running:
+                found = await self._next_output()
+                if found is None:
+                    self._begin_all()
+                    break
+                self._take(*found)
             response = await self._response(self._batch, is_final=True)
         self._record_success()
         return response

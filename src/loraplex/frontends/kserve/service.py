@@ -5,6 +5,7 @@ Everything here runs on the event loop of the Backend. It knows no JSON, no HTTP
 
 import contextlib
 import functools
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -281,6 +282,8 @@ def _response(
 MICROSECONDS = 1_000_000
 MAX_TIMEOUT = 2**63 - 1
 """Microseconds: what fits into the parameter of the protocol."""
+_DIGITS = re.compile("[0-9]{1,19}")
+"""Digits of up to the longest timeout."""
 MAX_PRIORITY_LEVEL = 2**31 - 1
 DEFAULT_PRIORITY_LEVEL = 100
 """Level of a request without one: 99 comes before it, 101 after it."""
@@ -389,7 +392,7 @@ def _check_bls(inputs: Inputs, options: ModelOptions) -> None:
 def _timeout_seconds(request: InferRequest) -> float | None:
     """Timeout from a number of microseconds, possibly written as text; None for 0 or none."""
     said = request.parameters.get("timeout", 0)
-    timeout = _number_in(said) if isinstance(said, str) else said
+    timeout = int(said) if isinstance(said, str) and _DIGITS.fullmatch(said) else said
     if type(timeout) is not int or not 0 <= timeout <= MAX_TIMEOUT:
         raise InvalidParameterError(
             f"the parameter 'timeout' must be an integer of microseconds in [0, {MAX_TIMEOUT}], "
@@ -397,12 +400,6 @@ def _timeout_seconds(request: InferRequest) -> float | None:
             param="timeout",
         )
     return timeout / MICROSECONDS if timeout else None
-
-
-def _number_in(text: str) -> int | None:
-    """Number written in decimal digits; None if it has more of them than the longest timeout."""
-    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TIMEOUT))
-    return int(text) if is_number else None
 
 
 def _priority(request: InferRequest) -> int:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from loraplex.core.errors import InvalidRequestError, InvalidTensorError
-from loraplex.frontends.kserve.http.generate import decode_generate, encode_generate, fitted_shape
+from loraplex.frontends.kserve.http.body import decode_generate, encode_generate, fitted_shape
 from loraplex.frontends.kserve.messages import InferResponse
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.tensors import numbers, strings

@@ -42,16 +42,18 @@ from loraplex.frontends.kserve.http.body import (
     DEFAULT_MAX_BODY_BYTES,
     HEADER_LENGTH,
     Bytes,
+    GenerateEvents,
     HttpRequest,
     WholeResponse,
     compress,
+    decode_generate,
     decode_request,
     decompress,
+    encode_generate,
     encode_response,
     json_response,
     parse_object,
 )
-from loraplex.frontends.kserve.http.generate import GenerateEvents, decode_generate, encode_generate
 from loraplex.frontends.kserve.messages import InferRequest, InferResponse
 from loraplex.frontends.kserve.models.catalog import server_metadata
 from loraplex.frontends.kserve.models.triton_model import TritonModel

@@ -99,7 +99,10 @@ class Catalog:
 
     def models(self, principal: Principal = LOCAL) -> Sequence[TritonModel]:
         """Models that are loaded and that the principal may use."""
-        return [model for model in self._all(principal) if self._control.is_loaded(model.name)]
+        self._refresh()
+        names = {card.name for card in self._backend.models(principal)}
+        usable = [model for model in self._models.values() if model.card.name in names]
+        return [model for model in usable if model.name in self._loaded]
 
     def token_model(self, model: TritonModel) -> TritonModel | None:
         """The loaded model that generates for others of the same base model, if there is one."""
@@ -122,11 +125,6 @@ class Catalog:
         """
         self._refresh()
         return self._steps.get(model.name, {})
-
-    def _all(self, principal: Principal) -> list[TritonModel]:
-        self._refresh()
-        names = {card.name for card in self._backend.models(principal)}
-        return [model for model in self._models.values() if model.card.name in names]
 
     def _refresh(self) -> None:
         """Make the models, unless nothing has changed that they are made from."""

@@ -129,7 +129,11 @@ def convert(
         repeated_bytes=REPEATED_BYTES * repeats_prompt,
     )
     if (inline_adapter is not None or choices) and not options.lora_enabled:
-        raise _lora_is_off()
+        raise InvalidParameterError(
+            "LoRA is not enabled for this model: its engine was built without a LoRA plugin; build "
+            "it with --lora_plugin, or leave the lora_ inputs out",
+            param="lora_task_id",
+        )
     return TritonGeneration(
         request=request,
         inline_adapter=inline_adapter,
@@ -163,14 +167,6 @@ _WISHES = frozenset(
     }
 )
 """Fields that are flags of a TritonGeneration, under the same names."""
-
-
-def _lora_is_off() -> InvalidParameterError:
-    return InvalidParameterError(
-        "LoRA is not enabled for this model: its engine was built without a LoRA plugin; build it "
-        "with --lora_plugin, or leave the lora_ inputs out",
-        param="lora_task_id",
-    )
 
 
 _ADAPTER = frozenset({"lora_task_id", "lora_weights", "lora_config"})
