@@ -11,8 +11,9 @@ import asyncio
 import http
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import httptools
 import msgspec
@@ -147,31 +148,25 @@ class ConnectionLimits(NamedTuple):
     header_timeout_seconds: float
     body_timeout_seconds: float
 
-    def line_too_long(self) -> Rejection:
-        limit = self.max_request_line_bytes
-        return Rejection(414, "request_line_too_long", f"the request line is over {limit} bytes")
-
-    def headers_too_large(self) -> Rejection:
-        limit = self.max_header_bytes
-        return Rejection(
-            431, "headers_too_large", f"request line and headers are over {limit} bytes"
-        )
-
-    def too_many_headers(self) -> Rejection:
-        return Rejection(431, "too_many_headers", f"there are over {self.max_headers} headers")
-
-    def too_many_connections(self) -> Rejection:
-        limit = self.max_connections
-        return Rejection(503, "too_many_connections", f"{limit} connections are open")
-
-    def headers_are_late(self) -> Rejection:
-        seconds = self.header_timeout_seconds
-        message = f"the headers did not come within {seconds:g} seconds"
-        return Rejection(408, "header_timeout", message)
+    def exceeded(self, code: str) -> Rejection:
+        """Return the error of a client that exceeds one of the limits."""
+        status, message = _EXCEEDED[code]
+        return Rejection(status, code, message.format(**self._asdict()))
 
 
-def not_http(error: Exception) -> Rejection:
-    return Rejection(400, _INVALID, f"this is not HTTP: {error}")
+_EXCEEDED: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
+    {
+        "request_line_too_long": (414, "the request line is over {max_request_line_bytes} bytes"),
+        "headers_too_large": (431, "request line and headers are over {max_header_bytes} bytes"),
+        "too_many_headers": (431, "there are over {max_headers} headers"),
+        "too_many_connections": (503, "{max_connections} connections are open"),
+        "header_timeout": (
+            408,
+            "the headers did not come within {header_timeout_seconds:g} seconds",
+        ),
+    }
+)
+"""Status and message by code."""
 
 
 def refusal_of_head(
@@ -184,12 +179,12 @@ def refusal_of_head(
     """
     line_bytes = len(method) + len(url) + len("  HTTP/1.1")
     if line_bytes > limits.max_request_line_bytes:
-        return limits.line_too_long()
+        return limits.exceeded("request_line_too_long")
     if len(headers) > limits.max_headers:
-        return limits.too_many_headers()
+        return limits.exceeded("too_many_headers")
     num_bytes = sum(map(len, itertools.chain.from_iterable(headers)))
     if line_bytes + num_bytes + 4 * len(headers) > limits.max_header_bytes:
-        return limits.headers_too_large()
+        return limits.exceeded("headers_too_large")
     if version not in _VERSIONS:
         return Rejection(505, _INVALID, f"HTTP/{version} is not supported")
     names = [name for name, _ in headers]
@@ -280,7 +275,7 @@ class ConnectionGuard(asyncio.Protocol):
         if len(self._guards) > self._limits.max_connections:
             idle = self._longest_idle()
             if idle is None:
-                self._refuse(self._limits.too_many_connections())
+                self._refuse(self._limits.exceeded("too_many_connections"))
                 return
             idle.make_way()
         self._protocol = self._protocol_class(app_state=self._app_state, **self._arguments)
@@ -378,9 +373,8 @@ class ConnectionGuard(asyncio.Protocol):
             return data[:end], data[end:]
         if len(self._head) > self._limits.max_header_bytes:
             is_line_long = self._head.find(_LINE_END) < 0
-            self._refuse(
-                self._limits.line_too_long() if is_line_long else self._limits.headers_too_large()
-            )
+            code = "request_line_too_long" if is_line_long else "headers_too_large"
+            self._refuse(self._limits.exceeded(code))
         elif self._head and self._timer is None:
             self._await_head()
             self._protocol.data_received(_LINE_END)  # ends uvicorn's keep-alive timeout
@@ -425,13 +419,14 @@ class ConnectionGuard(asyncio.Protocol):
         except httptools.HttpParserUpgrade:
             pass
         except httptools.HttpParserError as error:
-            self._refuse(self._refusal or not_http(error))
+            not_http = Rejection(400, _INVALID, f"this is not HTTP: {error}")
+            self._refuse(self._refusal or not_http)
             return False
         if self._refusal is not None:
             self._refuse(self._refusal)
             return False
         if self._is_in_body and self._num_idle_bytes > self._limits.max_header_bytes:
-            self._refuse(self._limits.headers_too_large())
+            self._refuse(self._limits.exceeded("headers_too_large"))
             return False
         return True
 
@@ -487,7 +482,7 @@ class ConnectionGuard(asyncio.Protocol):
         if self.transport.is_closing():
             return
         if self._head:
-            self._refuse(self._limits.headers_are_late())
+            self._refuse(self._limits.exceeded("header_timeout"))
         else:
             self._counts.refused("idle")
             self.transport.close()
