@@ -75,7 +75,7 @@ async def _first_token_ns(
     running: Running, prompt: tuple[int, ...], adapter: int | None
 ) -> tuple[int, int]:
     """When the request was sent, and when its first token came."""
-    exchanges, _ = await exchange_all(running, [PlannedRequest(prompt, 2, adapter, 0.0)], 1)
+    exchanges, _ = await exchange_all(running.send, [PlannedRequest(prompt, 2, adapter, 0.0)], 1)
     completion = running.read(exchanges[0])
     if completion.error or not completion.chunk_ns:
         raise ConfigError(f"the request failed: {completion.error or 'it has no completion'}")

@@ -55,7 +55,7 @@ async def generate_alone(running: Running, vocabulary: range) -> list[Outputs]:
     outputs: list[Outputs] = []
     for prompt in _prompts(vocabulary):
         requests = [_request(prompt, adapter) for adapter in _subjects()]
-        exchanges, _ = await exchange_all(running, requests, concurrency=1)
+        exchanges, _ = await exchange_all(running.send, requests, concurrency=1)
         texts = [_text(running.read(exchange)) for exchange in exchanges]
         outputs.append(dict(zip(_subjects(), texts, strict=True)))
     return outputs
@@ -77,7 +77,7 @@ async def check(
     for prompt in _prompts(vocabulary):
         subjects = [*_subjects(), *reversed(_subjects())]
         requests = [_request(prompt, adapter) for adapter in subjects]
-        exchanges, _ = await exchange_all(running, requests, concurrency=len(requests))
+        exchanges, _ = await exchange_all(running.send, requests, concurrency=len(requests))
         texts = [_text(running.read(exchange)) for exchange in exchanges]
         mixed.append(list(zip(subjects, texts, strict=True)))
     problems += _not_their_own(alone, mixed, is_exact=is_exact)

@@ -157,5 +157,5 @@ async def run_load(
     running: Running, requests: Sequence[PlannedRequest], concurrency: int | None
 ) -> RunStatistics:
     """Send all requests, at most `concurrency` at a time; None: each when it is due."""
-    exchanges, start_ns = await exchange_all(running, requests, concurrency)
+    exchanges, start_ns = await exchange_all(running.send, requests, concurrency)
     return summarize([record_of(each, running.read(each)) for each in exchanges], start_ns)

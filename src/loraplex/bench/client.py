@@ -6,8 +6,8 @@ the client takes as little of the machine as possible.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -24,17 +24,12 @@ from loraplex.bench.statistics import RequestRecord
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 
-
-class RequestSender(Protocol):
-    """The part of a system that a load needs: it takes requests."""
-
-    async def send(self, exchange: Exchange) -> None:
-        """Send a request and fill the exchange."""
-        ...
+Send = Callable[[Exchange], Awaitable[None]]
+"""Sends a request to a system under load, and fills the exchange."""
 
 
 async def exchange_all(
-    sender: RequestSender, requests: Sequence[PlannedRequest], concurrency: int | None
+    send: Send, requests: Sequence[PlannedRequest], concurrency: int | None
 ) -> tuple[list[Exchange], int]:
     """Return the finished exchanges, and when the first could be sent (ns)."""
     exchanges = [Exchange(request) for request in requests]
@@ -42,30 +37,30 @@ async def exchange_all(
     async with asyncio.TaskGroup() as tasks:
         if concurrency is None:
             for exchange in exchanges:
-                tasks.create_task(_send_when_due(sender, exchange, start_ns))
+                tasks.create_task(_send_when_due(send, exchange, start_ns))
         else:
             queue = iter(exchanges)
             for _ in range(concurrency):
-                tasks.create_task(_send_in_turn(sender, queue))
+                tasks.create_task(_send_in_turn(send, queue))
     return exchanges, start_ns
 
 
-async def _send_in_turn(sender: RequestSender, queue: Iterator[Exchange]) -> None:
+async def _send_in_turn(send: Send, queue: Iterator[Exchange]) -> None:
     """One client of a closed loop. All clients share the queue."""
     for exchange in queue:
         exchange.start_ns = time.perf_counter_ns()
-        await _send(sender, exchange)
+        await _timed(send, exchange)
 
 
-async def _send_when_due(sender: RequestSender, exchange: Exchange, start_ns: int) -> None:
+async def _send_when_due(send: Send, exchange: Exchange, start_ns: int) -> None:
     # Latency counts from the due time, so a late client cannot hide a slow server.
     exchange.start_ns = start_ns + int(exchange.request.due_seconds * 1e9)
     await asyncio.sleep((exchange.start_ns - time.perf_counter_ns()) / 1e9)
-    await _send(sender, exchange)
+    await _timed(send, exchange)
 
 
-async def _send(sender: RequestSender, exchange: Exchange) -> None:
-    await sender.send(exchange)
+async def _timed(send: Send, exchange: Exchange) -> None:
+    await send(exchange)
     exchange.end_ns = time.perf_counter_ns()
 
 
@@ -146,24 +141,16 @@ async def run(
     """
     concurrency = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else None
     client = StreamingClient(target.url)
+
+    async def send(exchange: Exchange) -> None:
+        body = completion_body(target.model(exchange.request), exchange.request)
+        await client.stream(PATH, body, exchange)
+
     try:
-        subject = _Subject(target, client)
-        exchanges, start_ns = await exchange_all(subject, requests, concurrency)
+        exchanges, start_ns = await exchange_all(send, requests, concurrency)
     finally:
         await client.close()
     return start_ns, [record_of(exchange, read_completion(exchange)) for exchange in exchanges]
-
-
-class _Subject:
-    """Implements Sender."""
-
-    def __init__(self, target: Target, client: StreamingClient) -> None:
-        self._target = target
-        self._client = client
-
-    async def send(self, exchange: Exchange) -> None:
-        body = completion_body(self._target.model(exchange.request), exchange.request)
-        await self._client.stream(PATH, body, exchange)
 
 
 async def _call(
