@@ -102,7 +102,8 @@ class _Arguments:
                 yield self._layer(key, setting, self._here(self.value(key)))
         for key, value in self._values.items():
             row = row_of(key)
-            if row.setting and value is not None and not _is_unsaid(key, value):
+            is_unsaid = value is None or (key in _ZERO_IS_UNSAID and value == 0)
+            if row.setting and not is_unsaid:
                 yield self._layer(key, row.setting, value)
         yield from self._converted()
         yield from self._ranks()
@@ -212,10 +213,6 @@ def _places(folder: ModelFolder, written: str) -> list[Path]:
     """Where a path of multi_lora.json may lead: from the working directory, then the repository."""
     path = Path(written).expanduser()
     return [path, folder.path.parent / path, folder.path / path, folder.version_path / path]
-
-
-def _is_unsaid(key: str, value: Any) -> bool:
-    return key in _ZERO_IS_UNSAID and value == 0
 
 
 def _is_true(folder: ModelFolder, key: str) -> bool:

@@ -9,6 +9,7 @@ Q6_K d sc (q - 32) for 16; IQ4_XS d sc table[q] for 32.
 Tensors have their Hugging Face names, and rows in the order of Hugging Face's.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -79,25 +80,15 @@ def _constant(scales: torch.Tensor, zero: int) -> torch.Tensor:
     return torch.full(scales.shape, zero, dtype=torch.uint8)
 
 
-def _q4_0(blocks: torch.Tensor) -> StoredWeight:
-    scales = _halves(blocks, 0)
-    return _stored(_two_rows(blocks[..., 2:]), scales, 32, 4, zeros=_constant(scales, 8))
-
-
-def _q4_1(blocks: torch.Tensor) -> StoredWeight:
-    offsets = -_halves(blocks, 2)
-    return _stored(_two_rows(blocks[..., 4:]), _halves(blocks, 0), 32, 4, offsets=offsets)
-
-
-def _q5_0(blocks: torch.Tensor) -> StoredWeight:
-    scales = _halves(blocks, 0)
-    codes = _two_rows(blocks[..., 6:]) | _fifth_bits(blocks, 2)
-    return _stored(codes, scales, 32, 5, zeros=_constant(scales, 16))
-
-
-def _q5_1(blocks: torch.Tensor) -> StoredWeight:
-    codes = _two_rows(blocks[..., 8:]) | _fifth_bits(blocks, 4)
-    return _stored(codes, _halves(blocks, 0), 32, 5, offsets=-_halves(blocks, 2))
+def _in_halves(blocks: torch.Tensor, bits: int, zero: int | None) -> StoredWeight:
+    """Blocks of 4 or 5 bits; without a zero they have a minimum."""
+    scales, first = _halves(blocks, 0), 4 if zero is None else 2
+    codes = _two_rows(blocks[..., first + 4 * (bits - 4) :])
+    if bits > 4:
+        codes = codes | _fifth_bits(blocks, first)
+    if zero is None:
+        return _stored(codes, scales, 32, bits, offsets=-_halves(blocks, 2))
+    return _stored(codes, scales, 32, bits, zeros=_constant(scales, zero))
 
 
 def _q8_0(blocks: torch.Tensor) -> StoredWeight:
@@ -195,10 +186,10 @@ _FLOATS: Final = MappingProxyType(
 )
 _DECODERS: Final[Mapping[BlockType, Callable[[torch.Tensor], StoredWeight]]] = MappingProxyType(
     {
-        BlockType.Q4_0: _q4_0,
-        BlockType.Q4_1: _q4_1,
-        BlockType.Q5_0: _q5_0,
-        BlockType.Q5_1: _q5_1,
+        BlockType.Q4_0: functools.partial(_in_halves, bits=4, zero=8),
+        BlockType.Q4_1: functools.partial(_in_halves, bits=4, zero=None),
+        BlockType.Q5_0: functools.partial(_in_halves, bits=5, zero=16),
+        BlockType.Q5_1: functools.partial(_in_halves, bits=5, zero=None),
         BlockType.Q8_0: _q8_0,
         BlockType.Q2_K: _q2_k,
         BlockType.Q3_K: _q3_k,
