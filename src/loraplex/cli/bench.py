@@ -241,7 +241,7 @@ def _plan(target: str, settings: BenchSettings) -> str:
 
 
 class _Bar(RunBar):
-    """Implements bench.suite.Progress."""
+    """Implements `BenchProgress`."""
 
     def begin(self, num_runs: int) -> None:
         self.begin_runs(num_runs)

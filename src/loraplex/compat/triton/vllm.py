@@ -69,7 +69,7 @@ def read_vllm_model(folder: ModelFolder, notes: Notes) -> tuple[list[Layer], Mod
 
 
 class _Arguments:
-    """Settings of one model.json, read by the table of engine_args."""
+    """Settings of one model.json, read by the table `ENGINE_ARGS` (setting_rows)."""
 
     def __init__(self, folder: ModelFolder, path: Path, notes: Notes) -> None:
         """Raises ConfigError for an unknown key, and for a value that cannot be."""

@@ -56,7 +56,7 @@ class _Resident:
 
 
 class AdapterBank:
-    """Owns the pool tensor [num_pages * page_elements] and the LoraTables.
+    """Owns the pool tensor [num_pages * page_elements] and the tables.
 
     An adapter is placed by its true rank, never padded. A copy takes its pages from their owner,
     which is forgotten: the cache reassigns only pages that no launched plan needs. Invariant: each

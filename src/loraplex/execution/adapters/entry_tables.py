@@ -22,7 +22,7 @@ from loraplex.memory.adapter_pages import Placement
 
 
 class EntryTables:
-    """LoraTables of the layers and of lm_head; an entry is a row of both.
+    """The `LoraTable` of the layers and that of lm_head; an entry is a row of both.
 
     On an accelerator an entry is sent in the compute queue: after the launched steps, none of which
     names it (see transfers), and ahead of those that will.

@@ -1,7 +1,7 @@
 """The rows that the runner keeps between steps, and the numbers of one step made from them.
 
 Knows slots, block tables and positions; neither requests, nor adapters' weights, nor the model,
-nor where the numbers go (`step_tensors`).
+nor where the numbers go (`tensors`).
 """
 
 import dataclasses

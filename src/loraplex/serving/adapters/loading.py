@@ -179,7 +179,7 @@ class CatalogLoader:
         weights: RequestTensor,
         config: RequestTensor,
     ) -> AdapterKey:
-        """Load the tensors of a request. See `Backend.add_adapter_tensors`.
+        """Load the tensors of a request. See `AdapterAdmin.load_tensors`.
 
         The name is that of the task id's adapter; a new one is named by its task id or digest.
         """

@@ -275,7 +275,7 @@ def _adapters(
 
 
 def vllm_sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    """Make SamplingParams of the values of vllm_fields.read_fields.
+    """Make SamplingParams of the values of `read_fields`.
 
     Raises InvalidParameterError.
     """
