@@ -167,11 +167,10 @@ class AdapterDatabase:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def history(self, owner: Owner, name: str) -> list[AdapterVersion]:
-        """Return the versions kept of a name, newest first."""
-        rows = self._select(
-            f"{_VERSION} WHERE v.adapter = {_OF_NAME} ORDER BY v.number DESC", (*owner, name)
-        )
+    def history(self, version: AdapterVersion) -> list[AdapterVersion]:
+        """Return the versions kept of a version's name, newest first."""
+        query = f"{_VERSION} WHERE v.adapter = {_OF_NAME} ORDER BY v.number DESC"
+        rows = self._select(query, (*version.owner, version.name))
         return [self._version(row) for row in rows]
 
     def digests(self) -> set[str]:

@@ -7,6 +7,7 @@ waits for a disk.
 import dataclasses
 import difflib
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 
 from loraplex.adapters.version import AdapterVersion, Owner
@@ -37,14 +38,14 @@ class AdapterIndex:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owners: dict[Owner, _Names] = {}
+        self._owners: defaultdict[Owner, _Names] = defaultdict(_Names)
 
     def resolve(self, ref: AdapterRef) -> AdapterVersion:
         """Return the present version. Raises AdapterNotFoundError, which lists known names."""
         found = self.find(ref)
         if found is None:
             with self._lock:
-                names = self._names((ref.model, ref.tenant))
+                names = self._owners[ref.model, ref.tenant]
                 known = {name: one.task_id for name, one in names.versions.items()}
                 known |= dict.fromkeys(names.aliases)
             raise not_found(ref.key, ref.model, known)
@@ -53,7 +54,7 @@ class AdapterIndex:
     def find(self, ref: AdapterRef) -> AdapterVersion | None:
         """Return the present version, if any."""
         with self._lock:
-            names = self._names((ref.model, ref.tenant))
+            names = self._owners[ref.model, ref.tenant]
             match ref.key:
                 case ByName(name):
                     return names.versions.get(names.aliases.get(name, name))
@@ -66,33 +67,33 @@ class AdapterIndex:
     def version(self, owner: Owner, name: str) -> AdapterVersion | None:
         """Return a version by its own name, not by an alias."""
         with self._lock:
-            return self._names(owner).versions.get(name)
+            return self._owners[owner].versions.get(name)
 
     def holder(self, owner: Owner, task_id: int | None) -> str | None:
         """Return the name that has a task id."""
         with self._lock:
-            return None if task_id is None else self._names(owner).names_by_task.get(task_id)
+            return None if task_id is None else self._owners[owner].names_by_task.get(task_id)
 
     def meaning(self, owner: Owner, alias: str) -> str | None:
         """Return the name that an alias means."""
         with self._lock:
-            return self._names(owner).aliases.get(alias)
+            return self._owners[owner].aliases.get(alias)
 
     def aliases(self, owner: Owner) -> Mapping[str, str]:
         """Return a copy of the aliases: alias -> name."""
         with self._lock:
-            return dict(self._names(owner).aliases)
+            return dict(self._owners[owner].aliases)
 
     def versions(self, owner: Owner | None = None) -> list[AdapterVersion]:
         """Return the present versions of one owner, or of all."""
         with self._lock:
-            owners = self._owners.values() if owner is None else [self._names(owner)]
+            owners = self._owners.values() if owner is None else [self._owners[owner]]
             return [version for names in owners for version in names.versions.values()]
 
     def put(self, version: AdapterVersion) -> None:
         """Set the present version of its name."""
         with self._lock:
-            names = self._owners.setdefault(version.owner, _Names())
+            names = self._owners[version.owner]
             old = names.versions.get(version.name)
             if old is not None:
                 _forget_keys(names, old)
@@ -116,9 +117,6 @@ class AdapterIndex:
     def drop_alias(self, owner: Owner, alias: str) -> None:
         with self._lock:
             del self._owners[owner].aliases[alias]
-
-    def _names(self, owner: Owner) -> _Names:
-        return self._owners.get(owner) or _Names()
 
 
 def _forget_keys(names: _Names, version: AdapterVersion) -> None:

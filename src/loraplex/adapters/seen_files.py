@@ -29,7 +29,13 @@ class _SeenNote(msgspec.Struct, frozen=True):
 
 def identities_of(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
     """Return the identity of each file. Raises InvalidAdapterError if one is gone."""
-    return tuple(_identity(path) for path in paths)
+    try:
+        found = [path.stat() for path in paths]
+    except OSError as error:
+        raise InvalidAdapterError(f"cannot read {error.filename}: {error.strerror}") from error
+    return tuple(
+        (one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found
+    )
 
 
 class SeenFiles:
@@ -60,17 +66,3 @@ class SeenFiles:
     def _path(self, identities: tuple[FileIdentity, ...], context: str) -> Path:
         name = hashlib.sha256(msgspec.json.encode((identities, context))).hexdigest()
         return self._folder / name[:2] / f"{name}.json"
-
-
-def _identity(path: Path) -> FileIdentity:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise InvalidAdapterError(f"cannot read {path}: {error.strerror}") from error
-    return (
-        status.st_dev,
-        status.st_ino,
-        status.st_size,
-        status.st_mtime_ns,
-        status.st_ctime_ns,
-    )

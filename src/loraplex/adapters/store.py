@@ -43,6 +43,8 @@ __all__ = [
 MAX_HISTORY = 10
 """Maximum number of kept versions of a name, including the present one; pinned ones come on top."""
 GARBAGE_AGE_SECONDS = 600.0
+_OF_LOAD = ("task_id", "staged", "path", "origin")
+"""What may differ between loads of one version's bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +192,8 @@ class AdapterStore:
             )
             is_unchanged = present is not None and present.digest == version.digest
             if present is not None and is_unchanged:
-                version = _same_version(present, version)
+                kept = {name: getattr(version, name) for name in _OF_LOAD}
+                version = dataclasses.replace(present, **kept)
             if version != present or version.digest in self._missing:
                 self._write(version)
             return Registration(version, is_unchanged)
@@ -279,7 +282,7 @@ class AdapterStore:
     def history(self, ref: AdapterRef) -> Sequence[AdapterVersion]:
         """Return the kept versions of a name, the present one first."""
         with self._changing:
-            return self._history(self._names.resolve(ref))
+            return self._database.history(self._names.resolve(ref))
 
     def pin(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
         """Keep a version (the present one without a number) in the history, and its file.
@@ -396,9 +399,6 @@ class AdapterStore:
     def _has_file(self, version: AdapterVersion) -> bool:
         return self._files is None or self._files.has(version.digest)
 
-    def _history(self, present: AdapterVersion) -> Sequence[AdapterVersion]:
-        return self._database.history(present.owner, present.name)
-
     def _write(self, version: AdapterVersion, aliases: Collection[str] | None = None) -> None:
         """Write a version as the present one of its name, and forget later ones.
 
@@ -424,7 +424,7 @@ class AdapterStore:
     def _version_before(self, present: AdapterVersion) -> AdapterVersion:
         """Return the previous version; of a restored version, the one before its original."""
         below = present.restored or present.number
-        for version in self._history(present):
+        for version in self._database.history(present):
             if version.number < below and version.digest != present.digest:
                 return version
         raise AdapterNotFoundError(
@@ -432,7 +432,7 @@ class AdapterStore:
         )
 
     def _numbered(self, present: AdapterVersion, number: int) -> AdapterVersion:
-        history = self._history(present)
+        history = self._database.history(present)
         for version in history:
             if version.number == number:
                 return version
@@ -450,17 +450,6 @@ class AdapterStore:
                 self._database.set_pinned(pinned)
                 self._database.trim(present, MAX_HISTORY)
             return pinned
-
-
-def _same_version(present: AdapterVersion, again: AdapterVersion) -> AdapterVersion:
-    """Return the present version with the values that may differ between loads of its bytes."""
-    return dataclasses.replace(
-        present,
-        task_id=again.task_id,
-        staged=again.staged,
-        path=again.path,
-        origin=again.origin,
-    )
 
 
 def _reconfigured(

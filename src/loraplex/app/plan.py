@@ -42,10 +42,10 @@ from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.memory.adapter_pages import layer_targets, most_pages
 from loraplex.models.spec import ModelSpec
-from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.folders import find_below
 from loraplex.serving.expert_use import ExpertUse, expert_use
 from loraplex.serving.model_memory import ModelMemory, memory_of
+from loraplex.serving.served_model import check_fits_tiers
 
 
 class PlannedAdapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
@@ -114,9 +115,8 @@ class ModelCatalog:
             # In one of the server's own threads: those of a tenant may all be busy, and the changes
             # of all others would wait with its change.
             loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-            work = contextvars.Context().run(
-                lambda: loop.run_in_executor(None, context.run, change)
-            )
+            submit = functools.partial(loop.run_in_executor, None, context.run, change)
+            work = contextvars.Context().run(submit)
             cancelled: asyncio.CancelledError | None = None
             while not work.done():
                 # A second cancellation must not skip `then`: the store has changed by then, and

@@ -14,9 +14,11 @@ from loraplex.adapters.base_check import check_targets
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore, AdapterVersion
-from loraplex.core.adapter import AdapterChoice, Residency
+from loraplex.core.adapter import AdapterChoice, AdapterSource, Residency
+from loraplex.core.byte_sizes import enough_bytes, readable_bytes
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import (
+    AdapterTooLargeError,
     LoraplexError,
     NotReadyError,
     PermissionDeniedError,
@@ -29,10 +31,9 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import FairShare
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
 from loraplex.core.task import Generate
-from loraplex.memory.adapter_pages import layer_targets
+from loraplex.memory.adapter_pages import layer_targets, most_pages
 from loraplex.serving.access.tenant_adapters import DiscoveredAdapters, TenantAdapters
 from loraplex.serving.adapter_cards import AdapterState
-from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.admission import cut_prompt
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.engine_state import EngineEnd
@@ -241,6 +242,23 @@ class ServedModel(LocalTexts):
         reason = failure.message if failure else self.engine.problem
         detail = f": {reason}" if reason else ""
         return f"the engine of model {self.card.name!r} is {self.engine.state}{detail}"
+
+
+def check_fits_tiers(source: AdapterSource, config: ModelConfig, capacity: Capacity) -> None:
+    """Raise AdapterTooLargeError for an adapter that would not fit even alone in a tier."""
+    if source.num_bytes > config.lora_host_bytes:
+        raise AdapterTooLargeError(
+            f"the adapter takes {readable_bytes(source.num_bytes)}, and the host cache for "
+            f"adapters has {readable_bytes(config.lora_host_bytes)}; raise lora_host_bytes to "
+            f"{enough_bytes(source.num_bytes)} or more"
+        )
+    pages = most_pages(capacity.held(source.targets), capacity.page_geometry)
+    if pages > capacity.num_adapter_pages:
+        raise AdapterTooLargeError(
+            f"the adapter needs {pages} pages of {readable_bytes(capacity.adapter_page_bytes)} on "
+            f"the device, whose pool has {capacity.num_adapter_pages}; raise lora_device_bytes to "
+            f"{enough_bytes(pages * capacity.adapter_page_bytes)} or more"
+        )
 
 
 def _id_of_text(tokenizer: Tokenizer, text: str) -> int | None:

@@ -407,10 +407,10 @@ def test_a_transaction_is_all_or_nothing(store, state_dir):
 
     with pytest.raises(KeyboardInterrupt):
         fail_midway()
-    assert database.names.versions() == database.history(version.owner, version.name) == []
+    assert database.names.versions() == database.history(version) == []
     with database.transaction():
         database.put(version)
-    assert database.names.versions() == database.history(version.owner, version.name) == [version]
+    assert database.names.versions() == database.history(version) == [version]
     database.close()
 
 

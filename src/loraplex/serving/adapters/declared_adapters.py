@@ -31,10 +31,9 @@ from loraplex.core.errors import (
     RateLimitedError,
 )
 from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
-from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.catalog import ModelCatalog, apply_version, release, unpin_others
-from loraplex.serving.served_model import ServedModel
+from loraplex.serving.served_model import ServedModel, check_fits_tiers
 
 logger = logging.getLogger(__name__)
 

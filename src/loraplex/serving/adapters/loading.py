@@ -40,10 +40,9 @@ from loraplex.serving.adapter_cards import (
     card_fields,
     content_of,
 )
-from loraplex.serving.adapter_fit import check_fits_tiers
 from loraplex.serving.adapters.canary import NoEffectError, run_canary
 from loraplex.serving.catalog import ModelCatalog, apply_version, is_present
-from loraplex.serving.served_model import ServedModel
+from loraplex.serving.served_model import ServedModel, check_fits_tiers
 
 logger = logging.getLogger(__name__)
 
