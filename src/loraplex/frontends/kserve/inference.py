@@ -31,9 +31,8 @@ from loraplex.frontends.kserve.models.output_tensors import (
     without_batch,
 )
 from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.statistics import Recording
+from loraplex.frontends.kserve.statistics import Recording, TokenTimes
 from loraplex.frontends.kserve.tensors import Tensor
-from loraplex.frontends.kserve.token_metrics import TokenTimes
 from loraplex.frontends.streams import done
 from loraplex.serving.backend import close_outputs
 from loraplex.serving.interleaving import interleaved

@@ -20,8 +20,13 @@ from loraplex.core.stats import EngineStats, StepRecord
 from loraplex.frontends.kserve.models.catalog import Catalog
 from loraplex.frontends.kserve.models.kinds import TENSORRT_LLM, BackendDialect
 from loraplex.frontends.kserve.models.triton_model import TritonModel
-from loraplex.frontends.kserve.statistics import FIRST_RESPONSE, ModelCounts, Statistics
-from loraplex.frontends.kserve.token_metrics import LABELS, TokenLabels
+from loraplex.frontends.kserve.statistics import (
+    FIRST_RESPONSE,
+    LABELS,
+    ModelCounts,
+    Statistics,
+    TokenLabels,
+)
 from loraplex.frontends.metric_families import (
     ExactCounter,
     Family,

@@ -76,10 +76,10 @@ from loraplex.frontends.kserve.statistics import (
     Recording,
     Statistics,
     StepCounts,
+    TokenLabels,
     first_response_buckets,
 )
 from loraplex.frontends.kserve.tensors import Tensor
-from loraplex.frontends.kserve.token_metrics import TokenLabels
 from loraplex.serving.backend import Backend, admit_all
 
 _ONE_PER_ELEMENT = (ENSEMBLE.name, TENSORRT_LLM.name)

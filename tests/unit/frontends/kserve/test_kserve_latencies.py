@@ -5,10 +5,10 @@ import pytest
 from loraplex.frontends.kserve.statistics import (
     MAX_VALUES,
     WINDOW_SECONDS,
+    Histogram,
     ModelCounts,
     RecentValues,
 )
-from loraplex.frontends.kserve.token_metrics import Histogram
 
 
 class Clock:

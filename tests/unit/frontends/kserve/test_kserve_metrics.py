@@ -18,9 +18,13 @@ from loraplex.frontends.kserve.messages import InferRequest
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE, TENSORRT_LLM, VLLM
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration, ModelOptions
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.kserve.statistics import FailureReason
+from loraplex.frontends.kserve.statistics import (
+    FailureReason,
+    TokenLabels,
+    TokenMetrics,
+    TokenTimes,
+)
 from loraplex.frontends.kserve.tensors import numbers, string_tensor
-from loraplex.frontends.kserve.token_metrics import TokenLabels, TokenMetrics, TokenTimes
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.serving.request_metrics import RequestMetrics
 from support.echo_service import EchoService

@@ -95,6 +95,7 @@ _JSON_LENGTH = Parameter(
 _OF_REGIONS = (PermissionDeniedError, NotFoundError, AlreadyExistsError)
 _OF_LOADS = (*ANY_ERROR, NotFoundError)
 _NOT_FOUND = json_response({"error": "Not Found"}, 404)
+_described = functools.partial(described, tag="triton")
 CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client has gone; only logs show it."""
 
@@ -241,44 +242,44 @@ class KServeApi:
 
     # ------------------------------------------------------------ server and models
 
-    @described(json_of(wire.ServerMetadata), tag="triton")
+    @_described(json_of(wire.ServerMetadata))
     async def server_metadata(self, request: HttpRequest) -> Response:
         """The server and its extensions."""
         del request
         return json_response(server_metadata())
 
-    @described(ResponseDoc(200), ResponseDoc(400, note="It is not."), tag="triton")
+    @_described(ResponseDoc(200), ResponseDoc(400, note="It is not."))
     async def live(self, request: HttpRequest) -> Response:
         """Whether the server is there."""
         del request
         return Response(status_code=200 if self._service.backend.health().live else 400)
 
-    @described(ResponseDoc(200), ResponseDoc(400, note="It is not."), tag="triton")
+    @_described(ResponseDoc(200), ResponseDoc(400, note="It is not."))
     async def ready(self, request: HttpRequest) -> Response:
         """Whether every model is ready."""
         del request
         return Response(status_code=200 if self._service.backend.health().ready else 400)
 
-    @described(ResponseDoc(200), json_of(wire.TritonFailure, 400, "It is not."), tag="triton")
+    @_described(ResponseDoc(200), json_of(wire.TritonFailure, 400, "It is not."))
     async def model_ready(self, request: HttpRequest) -> Response:
         """Whether the model is ready."""
         if self._service.catalog.is_ready(request.model, request.version, request.principal):
             return Response(status_code=200)
         return json_response({"error": "Model version not ready"}, 400)
 
-    @described(json_of(wire.ModelMetadata), tag="triton", errors=OF_NAMES)
+    @_described(json_of(wire.ModelMetadata), errors=OF_NAMES)
     async def metadata(self, request: HttpRequest) -> Response:
         """The inputs and outputs of a model."""
         model = self._service.catalog.find(request.model, request.version, request.principal)
         return json_response(model.metadata())
 
-    @described(json_of(wire.ModelConfig), tag="triton", errors=OF_NAMES)
+    @_described(json_of(wire.ModelConfig), errors=OF_NAMES)
     async def config(self, request: HttpRequest) -> Response:
         """The configuration of a model."""
         model = self._service.catalog.find(request.model, request.version, request.principal)
         return json_response(model.configuration())
 
-    @described(json_of(wire.StatisticsReport), tag="triton", errors=OF_NAMES)
+    @_described(json_of(wire.StatisticsReport), errors=OF_NAMES)
     async def statistics(self, request: HttpRequest) -> Response:
         """What requests did, by model."""
         rows = self._service.statistics(request.model, request.version, request.principal)
@@ -286,9 +287,8 @@ class KServeApi:
 
     # ------------------------------------------------------------ inference
 
-    @described(
+    @_described(
         ResponseDoc(200, (Media(JSON, wire.InferResult), Media(BINARY))),
-        tag="triton",
         body=json_body(wire.InferBody),
         headers=(_JSON_LENGTH,),
         response_headers=(_JSON_LENGTH,),
@@ -318,9 +318,8 @@ class KServeApi:
         write = functools.partial(_infer_response, response, wishes, accepted)
         return await off_loop(response.num_bytes, write)
 
-    @described(
+    @_described(
         json_of(wire.TritonGenerateResult),
-        tag="triton",
         body=json_body(wire.TritonGenerateBody),
         errors=ANY_ERROR,
     )
@@ -338,7 +337,7 @@ class KServeApi:
         content = await off_loop(response.num_bytes, lambda: encoded(encode_generate(response)))
         return WholeResponse(content, b"application/json", {})
 
-    @described(
+    @_described(
         ResponseDoc(
             200,
             (
@@ -346,7 +345,6 @@ class KServeApi:
                 events_of(wire.TritonFailure),
             ),
         ),
-        tag="triton",
         body=json_body(wire.TritonGenerateBody),
         errors=ANY_ERROR,
     )
@@ -378,14 +376,14 @@ class KServeApi:
 
     # ------------------------------------------------------------ shared memory
 
-    @described(json_of(list[wire.Region]), tag="triton", errors=_OF_REGIONS)
+    @_described(json_of(list[wire.Region]), errors=_OF_REGIONS)
     async def memory_status(self, request: HttpRequest) -> Response:
         """Registered regions of shared memory."""
         tenant = tenant_with_memory(request.principal)
         regions = self._service.memory.status(tenant, request.region)
         return json_response([dataclasses.asdict(region) for region in regions])
 
-    @described(ResponseDoc(200), tag="triton", body=json_body(wire.RegionBody), errors=_OF_REGIONS)
+    @_described(ResponseDoc(200), body=json_body(wire.RegionBody), errors=_OF_REGIONS)
     async def memory_register(self, request: HttpRequest) -> Response:
         """Register a region of shared memory."""
         tenant = tenant_with_memory(request.principal)
@@ -407,7 +405,7 @@ class KServeApi:
         )
         return Response()
 
-    @described(ResponseDoc(200), tag="triton", errors=_OF_REGIONS)
+    @_described(ResponseDoc(200), errors=_OF_REGIONS)
     async def memory_unregister(self, request: HttpRequest) -> Response:
         """Forget a region of shared memory, or all."""
         tenant = tenant_with_memory(request.principal)
@@ -415,7 +413,7 @@ class KServeApi:
         return Response()
 
     @support_note("there is no region", Support.NO_EFFECT)
-    @described(json_of(list[wire.Region]), tag="triton", errors=_OF_REGIONS)
+    @_described(json_of(list[wire.Region]), errors=_OF_REGIONS)
     async def cuda_status(self, request: HttpRequest) -> Response:
         """There is none, and so no region of a name."""
         if request.region:
@@ -423,14 +421,14 @@ class KServeApi:
         return json_response([])
 
     @support_note("use system shared memory", Support.REFUSED)
-    @described(tag="triton", errors=(UnsupportedFeatureError, *_OF_REGIONS))
+    @_described(errors=(UnsupportedFeatureError, *_OF_REGIONS))
     async def cuda_register(self, request: HttpRequest) -> Response:
         """Refused: use system shared memory."""
         del request
         refuse_cuda()
 
     @support_note("there is no region", Support.NO_EFFECT)
-    @described(ResponseDoc(200), tag="triton")
+    @_described(ResponseDoc(200))
     async def cuda_unregister(self, request: HttpRequest) -> Response:
         """There is none."""
         del request
@@ -438,19 +436,15 @@ class KServeApi:
 
     # ------------------------------------------------------------ settings
 
-    @described(json_of(wire.TraceSettings), tag="triton", errors=OF_NAMES)
+    @_described(json_of(wire.TraceSettings), errors=OF_NAMES)
     async def trace(self, request: HttpRequest) -> Response:
         """Trace settings."""
         settings = self._service.management.change_trace(request.principal, request.model)
         return json_response(settings)
 
     @support_note("kept and returned; nothing is traced by it", Support.NO_EFFECT)
-    @described(
-        json_of(wire.TraceSettings),
-        body=json_body(wire.Changes),
-        needs_body=False,
-        tag="triton",
-        errors=OF_NAMES,
+    @_described(
+        json_of(wire.TraceSettings), body=json_body(wire.Changes), needs_body=False, errors=OF_NAMES
     )
     async def change_trace(self, request: HttpRequest) -> Response:
         """Change trace settings."""
@@ -459,17 +453,13 @@ class KServeApi:
         management = self._service.management
         return json_response(management.change_trace(request.principal, request.model, changes))
 
-    @described(json_of(wire.LogSettings), tag="triton", errors=OF_NAMES)
+    @_described(json_of(wire.LogSettings), errors=OF_NAMES)
     async def log(self, request: HttpRequest) -> Response:
         """Log settings."""
         return json_response(self._service.management.change_log(request.principal))
 
-    @described(
-        json_of(wire.LogSettings),
-        body=json_body(wire.Changes),
-        needs_body=False,
-        tag="triton",
-        errors=OF_NAMES,
+    @_described(
+        json_of(wire.LogSettings), body=json_body(wire.Changes), needs_body=False, errors=OF_NAMES
     )
     async def change_log(self, request: HttpRequest) -> Response:
         """Change log settings."""
@@ -479,9 +469,7 @@ class KServeApi:
     # ------------------------------------------------------------ the repository
 
     @support_note("a repository's name is refused")
-    @described(
-        json_of(list[wire.IndexRow]), body=json_body(wire.IndexBody), needs_body=False, tag="triton"
-    )
+    @_described(json_of(list[wire.IndexRow]), body=json_body(wire.IndexBody), needs_body=False)
     async def index(self, request: HttpRequest) -> Response:
         """The models of the repository."""
         body = await self._object(request)
@@ -494,12 +482,8 @@ class KServeApi:
         return json_response([{k: v for k, v in row.items() if v} for row in rows])
 
     @support_note("with --model-control-mode explicit")
-    @described(
-        ResponseDoc(200),
-        body=json_body(wire.ControlBody),
-        needs_body=False,
-        tag="triton",
-        errors=_OF_LOADS,
+    @_described(
+        ResponseDoc(200), body=json_body(wire.ControlBody), needs_body=False, errors=_OF_LOADS
     )
     async def load(self, request: HttpRequest) -> Response:
         """Load a model."""
@@ -513,12 +497,8 @@ class KServeApi:
         return Response()
 
     @support_note("with --model-control-mode explicit")
-    @described(
-        ResponseDoc(200),
-        body=json_body(wire.ControlBody),
-        needs_body=False,
-        tag="triton",
-        errors=_OF_LOADS,
+    @_described(
+        ResponseDoc(200), body=json_body(wire.ControlBody), needs_body=False, errors=_OF_LOADS
     )
     async def unload(self, request: HttpRequest) -> Response:
         """Unload a model."""
