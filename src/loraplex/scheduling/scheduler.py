@@ -142,7 +142,7 @@ class Scheduler:
             self._state.kv.prefix_caching
             and len(engine_request.prompt_token_ids) > self._state.kv.block_size
         )
-        hold_back = (
+        hold_back = len(request.sequences) > 1 and (
             shares_prompt
             or request.wants_prompt_scores
             or request.num_slots > 1

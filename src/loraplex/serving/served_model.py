@@ -99,18 +99,17 @@ class ServedModel(LocalTexts):
         return request, token_ids
 
     def resolve(
-        self, choices: tuple[AdapterChoice, ...], principal: Principal
+        self, choices: tuple[AdapterChoice, ...], seen: TenantAdapters
     ) -> list[tuple[AdapterVersion, float]]:
-        """The versions that a request will run with, from now to its end."""
-        if choices and not principal.rights.use.patterns:
-            raise PermissionDeniedError(f"tenant {principal.tenant!r} may not use adapters")
+        """The versions that a request will run with, from now to its end. seen: by its tenant."""
+        if choices and not seen.principal.rights.use.patterns:
+            raise PermissionDeniedError(f"tenant {seen.principal.tenant!r} may not use adapters")
         if choices and not self.takes_adapters:
             raise UnsupportedFeatureError(
                 f"LoRA is not enabled for this model: {self.card.name!r} is served without "
                 "(enable_lora, or a build without lora_plugin)"
             )
         chosen = []
-        seen = self.adapters_of(principal)
         for choice in choices:
             version = seen.resolve(choice.key)
             if version.digest in self.unfit:

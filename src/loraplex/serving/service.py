@@ -36,7 +36,7 @@ from loraplex.core.errors import (
 from loraplex.core.output import Pooled, RequestOutput, ResolvedAdapter
 from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
-from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter, TenantAdapters
 from loraplex.serving.access.tenant_limits import Lease, TenantGate
 from loraplex.serving.adapter_cards import (
     AdapterCard,
@@ -299,9 +299,9 @@ class Service:
         self, model: ServedModel, request: GenerateRequest, principal: Principal, lease: Lease
     ) -> list[tuple[AdapterVersion, float]]:
         """Return the adapters of a request with their scales, after looking for new ones."""
-        if request.load_policy is not LoadPolicy.NEVER:
-            await self._look_for_new(model, request, principal)
         seen = model.adapters_of(principal)
+        if request.load_policy is not LoadPolicy.NEVER:
+            await self._look_for_new(model, request, seen)
         found = [seen.find(choice.key) for choice in request.adapters]
         # It counts for the adapters that it names and that exist, or for the base model.
         lease.adapters = {
@@ -310,7 +310,7 @@ class Service:
         if not found:
             lease.adapters = {UsedAdapter(model.card.name)}
         try:
-            chosen = model.resolve(request.adapters, principal)
+            chosen = model.resolve(request.adapters, seen)
         except AdapterNotFoundError:
             if request.load_policy is not LoadPolicy.NEVER:
                 raise
@@ -321,23 +321,23 @@ class Service:
             return chosen
         for version in (version for version, _ in chosen if seen.owns(version)):
             await self._loader.reload(model, version)
-        return model.resolve(request.adapters, principal)
+        return model.resolve(request.adapters, seen)
 
     async def _look_for_new(
-        self, model: ServedModel, request: GenerateRequest, principal: Principal
+        self, model: ServedModel, request: GenerateRequest, seen: TenantAdapters
     ) -> None:
         """Validate what a request names, and look for what is new, in lora_root or declared."""
-        seen, rights = model.adapters_of(principal), principal.rights
+        tenant, rights = seen.principal.tenant, seen.principal.rights
         for key in (choice.key for choice in request.adapters):
             if self.declared is not None and not isinstance(key, ByDigest) and not seen.knows(key):
-                await self.declared.look_up(principal.tenant, str(key))
+                await self.declared.look_up(tenant, str(key))
             adapter = seen.unvalidated(key)
             if adapter is not None and adapter.name in rights.use:
-                error = await self._validate(model, adapter, principal.tenant)
+                error = await self._validate(model, adapter, tenant)
                 if error is not None and (adapter.declaration or seen.find(key) is None):
                     raise error
             elif isinstance(key, ByName) and key.name in rights.use and seen.find(key) is None:
-                await self._follower.take_named(model, key.name, principal.tenant)
+                await self._follower.take_named(model, key.name, tenant)
 
     async def _validate(
         self, model: ServedModel, adapter: ConfiguredAdapter, turn: str

@@ -103,7 +103,7 @@ class TenantAdapters:
     ) -> None:
         self._store = store
         self._model = model
-        self._principal = principal
+        self.principal = principal
         self._discovered = discovered
         own = principal.tenant
         self._tenants = (own,) if own == DEFAULT_TENANT else (own, DEFAULT_TENANT)
@@ -114,7 +114,7 @@ class TenantAdapters:
         shown: dict[str, AdapterVersion] = {}
         for tenant in self._tenants:
             for version in self._store.list(tenant, self._model):
-                if version.name in self._principal.rights.list:
+                if version.name in self.principal.rights.list:
                     shown.setdefault(version.name, version)
         return [shown[name] for name in sorted(shown)]
 
@@ -129,14 +129,14 @@ class TenantAdapters:
             taken.update(self._store.aliases(tenant, self._model))
         shown: dict[str, ConfiguredAdapter] = {}
         for one in self._discovered:
-            is_seen = one.tenant in self._tenants and one.name in self._principal.rights.list
+            is_seen = one.tenant in self._tenants and one.name in self.principal.rights.list
             if is_seen and one.name not in taken and (one.name not in shown or self.owns(one)):
                 shown[one.name] = one
         return list(shown.values())
 
     def unvalidated(self, key: AdapterKey) -> ConfiguredAdapter | None:
         """Return what a key means, if that must be validated before it is used."""
-        rights = self._principal.rights
+        rights = self.principal.rights
         for tenant in self._tenants:
             version = self._store.find(AdapterRef(self._model, tenant, key))
             if version is not None and (version.name in rights.use or version.name in rights.list):
@@ -152,7 +152,7 @@ class TenantAdapters:
 
     def find(self, key: AdapterKey) -> AdapterVersion | None:
         """What a key means for who may use or list it."""
-        rights = self._principal.rights
+        rights = self.principal.rights
         return self._among(key, rights.use) or self._among(key, rights.list)
 
     def resolve(self, key: AdapterKey) -> AdapterVersion:
@@ -161,11 +161,11 @@ class TenantAdapters:
         Raises AdapterNotFoundError, PermissionDeniedError for one that is only listed, or
         AdapterLoadError if its canonical adapter file is gone.
         """
-        version = self._among(key, self._principal.rights.use)
+        version = self._among(key, self.principal.rights.use)
         if version is None:
             listed = self._shown(key)
             raise PermissionDeniedError(
-                f"tenant {self._principal.tenant!r} may not use adapter {listed.name!r}"
+                f"tenant {self.principal.tenant!r} may not use adapter {listed.name!r}"
             )
         if not self._store.is_missing(version):
             return version
@@ -185,29 +185,29 @@ class TenantAdapters:
 
         Raises AdapterNotFoundError, or PermissionDeniedError for a listed one of the server's.
         """
-        ref = AdapterRef(self._model, self._principal.tenant, key)
+        ref = AdapterRef(self._model, self.principal.tenant, key)
         own = self._store.find(ref)
         if own is None:
             shown = self._shown(key)
             raise PermissionDeniedError(
                 f"adapter {shown.name!r} is the server's own: tenant "
-                f"{self._principal.tenant!r} may not change it"
+                f"{self.principal.tenant!r} may not change it"
             )
         self.check_manages(own.name)
         return ref
 
     def check_manages(self, name: str) -> None:
         """Raise PermissionDeniedError unless an own adapter may have this name, and be changed."""
-        if name not in self._principal.rights.manage:
+        if name not in self.principal.rights.manage:
             raise PermissionDeniedError(
-                f"tenant {self._principal.tenant!r} may not manage adapter {name!r}"
+                f"tenant {self.principal.tenant!r} may not manage adapter {name!r}"
             )
 
     def owns(self, adapter: AdapterVersion | ConfiguredAdapter) -> bool:
-        return adapter.tenant == self._principal.tenant
+        return adapter.tenant == self.principal.tenant
 
     def _shown(self, key: AdapterKey) -> AdapterVersion:
-        version = self._among(key, self._principal.rights.list)
+        version = self._among(key, self.principal.rights.list)
         if version is None:
             raise not_found(key, self._model, dict(self._known()))
         return version
