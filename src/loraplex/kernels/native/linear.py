@@ -56,20 +56,7 @@ _KINDS = {
     torch.bfloat16: WeightKind.BFLOAT16,
     torch.float16: WeightKind.FLOAT16,
 }
-_QUANTIZED_KINDS = {
-    WeightPrecision.INT8: WeightKind.INT8,
-    WeightPrecision.INT4: WeightKind.INT4,
-}
-# Of weights that are rounded here: their inputs are, too.
-_ROUNDED_KINDS = {
-    WeightPrecision.INT8: WeightKind.INT8_BY_INT8,
-    WeightPrecision.INT4: WeightKind.INT4_BY_INT8,
-}
-_KINDS_WITH_OFFSETS = {
-    WeightPrecision.INT8: WeightKind.INT8_OFFSETS,
-    WeightPrecision.INT4: WeightKind.INT4_OFFSETS,
-}
-_KINDS_WITH_TABLE = {WeightPrecision.INT4: WeightKind.TABLE4}
+_FLOATS = {kind: dtype for dtype, kind in _KINDS.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,7 +171,8 @@ class NativeLinear:
             return self._pack_all(form, map(_Matrix, matrices), bias, num_experts)
         block_inputs = in_features // max(1, num_blocks)
         group_size = group_size_of(precision, block_inputs)
-        form = _PackedForm(_ROUNDED_KINDS[precision], group_size, *sizes)
+        # Of weights that are rounded here the inputs are rounded, too.
+        form = _PackedForm(WeightKind[f"{precision.name}_BY_INT8"], group_size, *sizes)
         rows = (_quantized_by_block(matrix, precision, block_inputs) for matrix in matrices)
         return self._pack_all(form, rows, bias, num_experts)
 
@@ -342,11 +330,12 @@ def _check_blocks(num_blocks: int, in_features: int) -> None:
 def _kind_of(weight: QuantizedWeight) -> WeightKind | None:
     """Return the kind with the weight's numbers and what belongs to them; None if there is none."""
     if weight.table is None:
-        kinds = _QUANTIZED_KINDS if weight.offsets is None else _KINDS_WITH_OFFSETS
-        return kinds.get(weight.precision)
+        end = "" if weight.offsets is None else "_OFFSETS"
+        return WeightKind.__members__.get(f"{weight.precision.name}{end}")
     largest = largest_entry(weight.group_size)
     is_table = len(weight.table) == 16 and all(abs(entry) <= largest for entry in weight.table)
-    return _KINDS_WITH_TABLE.get(weight.precision) if is_table and weight.offsets is None else None
+    is_table &= weight.offsets is None and weight.precision is WeightPrecision.INT4
+    return WeightKind.TABLE4 if is_table else None
 
 
 def _matrices_of(weight: QuantizedWeight) -> Iterable[_Matrix]:
@@ -388,11 +377,6 @@ def _quantized_by_block(
 
 
 _WIDTH = 16
-_FLOATS = {
-    WeightKind.FLOAT32: torch.float32,
-    WeightKind.BFLOAT16: torch.bfloat16,
-    WeightKind.FLOAT16: torch.float16,
-}
 _INTERLEAVED = {
     WeightKind.BFLOAT16: 2,
     WeightKind.INT8: 2,

@@ -67,11 +67,11 @@ def piece_at(pieces, piece):
 
 
 @triton.jit
-def outputs_of_tile(tile, OUT_FEATURES, OUT_OFFSETS, C, BLOCK_N: tl.constexpr):
+def outputs_of_tile(tile, SIZES: tl.constexpr, OFFSETS: tl.constexpr, C, BLOCK_N: tl.constexpr):
     """(module, outputs of the tile, number of the module's outputs, the first of them in y)."""
-    module, tile_of_module = module_of_tile(tile, OUT_FEATURES, BLOCK_N)
-    out_features = pick(module, OUT_FEATURES)
-    first_output = pick(module, OUT_OFFSETS)
+    module, tile_of_module = module_of_tile(tile, SIZES, BLOCK_N)
+    out_features = pick(module, SIZES)
+    first_output = pick(module, OFFSETS)
     if C.IS_ALIGNED:
         out_features = tl.multiple_of(out_features, 16)
         first_output = tl.multiple_of(first_output, 16)
