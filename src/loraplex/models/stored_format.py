@@ -100,7 +100,7 @@ def read_stored_format(folder: Path, fields: ConfigFields) -> StoredFormat | Non
         return None
     table, method = found
     method = method or _method(table)
-    _CHECKS.get(method, _no_check)(table)
+    _check(method, table)
     return StoredFormat(
         method,
         table,
@@ -149,56 +149,40 @@ def _one_of(known: Mapping[str, StoredMethod], name: str, table: ConfigFields) -
     return known[value]
 
 
-def _require_one_of(table: ConfigFields, name: str, default: str, known: tuple[str, ...]) -> None:
-    value = table.text(name, default).lower()
-    if value not in known:
-        raise UnsupportedModelError(
-            f"{table.source}: {name} {value!r} is not supported; supported: {', '.join(known)}"
-        )
+_VARIANTS: Final = {
+    StoredMethod.GPTQ: ("checkpoint_format", "gptq", "gptq_v2"),
+    StoredMethod.AWQ: ("version", "gemm", "gemv"),
+    StoredMethod.FP8: ("weight_scale_semantics", "multiply"),
+}
+"""Field that names a variant of a format, and the values that are read; the first is the default.
+"""
 
 
-def _no_check(table: ConfigFields) -> None:
-    del table
-
-
-def _check_gptq(table: ConfigFields) -> None:
-    _require_one_of(table, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
-    if table.boolean("is_marlin_format", default=False):
+def _check(method: StoredMethod, table: ConfigFields) -> None:
+    """Raise UnsupportedModelError for a variant of a format that is not read."""
+    if method in _VARIANTS:
+        name, *known = _VARIANTS[method]
+        value = table.text(name, known[0]).lower()
+        if value not in known:
+            raise UnsupportedModelError(
+                f"{table.source}: {name} {value!r} is not supported; supported: {', '.join(known)}"
+            )
+    if method is StoredMethod.GPTQ and table.boolean("is_marlin_format", default=False):
         raise UnsupportedModelError(
             f"{table.source}: is_marlin_format is not supported; supported: checkpoints whose "
             "checkpoint_format is gptq or gptq_v2"
         )
-
-
-def _check_awq(table: ConfigFields) -> None:
-    _require_one_of(table, "version", "gemm", ("gemm", "gemv"))
-
-
-def _check_compressed_tensors(table: ConfigFields) -> None:
-    for name in ("transform_config", "sparsity_config"):
-        # The format "dense" means that nothing is sparse.
-        nested = table.table(name)
-        if nested is not None and nested.text("format", "") != "dense":
-            raise UnsupportedModelError(f"{table.source}: {name} is not supported")
-
-
-def _check_fp8(table: ConfigFields) -> None:
-    _require_one_of(table, "weight_scale_semantics", "multiply", ("multiply",))
-
-
-_CHECKS: Final = {
-    StoredMethod.GPTQ: _check_gptq,
-    StoredMethod.AWQ: _check_awq,
-    StoredMethod.COMPRESSED_TENSORS: _check_compressed_tensors,
-    StoredMethod.FP8: _check_fp8,
-}
+    if method is StoredMethod.COMPRESSED_TENSORS:
+        for name in ("transform_config", "sparsity_config"):
+            # The format "dense" means that nothing is sparse.
+            nested = table.table(name)
+            if nested is not None and nested.text("format", "") != "dense":
+                raise UnsupportedModelError(f"{table.source}: {name} is not supported")
 
 
 _SCALE_BITS: Final = 32
 _LONGEST_GROUP: Final = 512
 """Inputs that share a scale in memory where a whole row does in the file."""
-
-
 _LONGEST_GROUP_OF_TABLES: Final = 64
 
 
@@ -251,22 +235,14 @@ def _compressed_tensors_group_bits(weights: ConfigFields) -> float | None:
     return _bits_in_memory(bits, weights.optional_integer("group_size"), has_offsets=has_offsets)
 
 
-def _gguf_bits(table: ConfigFields) -> float | None:
-    """Return what models.gguf_config added up over the tensors of the file."""
-    return table.optional_number("bits_in_memory")
-
-
-def _widened(table: ConfigFields) -> None:
-    del table
-
-
 _BITS_IN_MEMORY: Final[Mapping[StoredMethod, Callable[[ConfigFields], float | None]]] = {
-    StoredMethod.FP8: _widened,
+    StoredMethod.FP8: lambda _: None,
     StoredMethod.COMPRESSED_TENSORS: _compressed_tensors_bits,
     StoredMethod.GPTQ: _gptq_bits,
     StoredMethod.AWQ: _awq_bits,
     StoredMethod.BITSANDBYTES: _bitsandbytes_bits,
     StoredMethod.MXFP4: lambda _: _bits_in_memory(4, 32, has_offsets=False),
     StoredMethod.NVFP4: lambda _: _bits_in_memory(4, 16, has_offsets=False),
-    StoredMethod.GGUF: _gguf_bits,
+    # What models.gguf_config added up over the tensors of the file.
+    StoredMethod.GGUF: lambda table: table.optional_number("bits_in_memory"),
 }
