@@ -31,7 +31,8 @@ def pair(tmp_path_factory):
     @functools.cache
     def make(name, *password):
         certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-subj", "/CN=localhost"]
+        command = ["openssl", "req", "-x509", "-subj", "/CN=localhost"]
+        command += ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]  # made at once
         command += ["-keyout", str(key), "-out", str(certificate), *(password or ("-nodes",))]
         subprocess.run(command, check=True, capture_output=True)
         return str(certificate), str(key)
