@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib.util
 import logging
 import os
 import shutil
@@ -25,12 +26,15 @@ os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="loraplex-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
-# No public authority vouches for a server of a test, so no client reads its 140 certificates, which
-# takes longer than most tests. `make test-wheel` installs from an index.
-if "WHEELS" not in os.environ:
-    os.environ["SSL_CERT_DIR"] = os.path.join(os.environ["XDG_STATE_HOME"], "certificates")
-    os.mkdir(os.environ["SSL_CERT_DIR"])
-    os.environ.pop("SSL_CERT_FILE", None)
+# No public authority vouches for a server of a test, so each client reads one of 140 certificates:
+# all of them take longer than most tests. `make test-wheel` installs from an index, and a machine
+# with a GPU may have no certifi.
+if "WHEELS" not in os.environ and importlib.util.find_spec("certifi") is not None:
+    import certifi
+
+    first, end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
+    os.environ["SSL_CERT_FILE"] = os.path.join(os.environ["XDG_STATE_HOME"], "certificate.pem")
+    Path(os.environ["SSL_CERT_FILE"]).write_text(first + end)
 
 # Several test processes share few cores: before anything imports torch.
 let_threads_sleep()

@@ -38,6 +38,7 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.rank_limits import RankLimits
+from support.kept_staging import keeping_staging_processes
 from support.naming import naming, refused
 
 LOCAL = SourcePolicy(allow_private_addresses=True)
@@ -744,6 +745,11 @@ def test_files_without_their_note_do_not_stay_on_a_full_disk(web, state, monkeyp
 
 
 class TestThroughTheWorker:
+    @pytest.fixture(autouse=True)
+    def _shared_staging(self):
+        with keeping_staging_processes():
+            yield
+
     async def test_it_is_staged_and_known_again(self, web, state, peft_folder, shapes):
         TestAFolder().put(web, peft_folder().write())
         worker = StagingWorker(state, policy=LOCAL)
