@@ -50,12 +50,8 @@ class SeenFiles:
             note = msgspec.json.decode(self._path(identities, context).read_bytes(), type=_SeenNote)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
-        is_same = (note.version, note.identities, note.context) == (
-            _NOTE_VERSION,
-            identities,
-            context,
-        )
-        return note.found if is_same else None
+        key = (_NOTE_VERSION, identities, context)
+        return note.found if (note.version, note.identities, note.context) == key else None
 
     def remember(self, identities: tuple[FileIdentity, ...], found: str, context: str = "") -> None:
         """Write a note, if that is possible: an adapter must not fail for it."""

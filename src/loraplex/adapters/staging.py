@@ -445,7 +445,7 @@ class StagingWorker:
             upload="" if upload is None else str(upload),
             state_dir=str(self._state_dir),
             shapes=shapes,
-            limits=self._limits(max_ranks),
+            limits=StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes),
             policy=self._policy.for_operator() if is_trusted else self._policy,
             base_model=base_model,
             base_path=base_path,
@@ -477,7 +477,7 @@ class StagingWorker:
             examines=True,
             state_dir=str(self._state_dir),
             shapes=shapes,
-            limits=self._limits(max_ranks),
+            limits=StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes),
             policy=self._policy,
             base_path=base_path,
             pool_dtype=pool_dtype,
@@ -502,7 +502,7 @@ class StagingWorker:
         """
         tensors = (lora_weights, lora_config)
         weights, config = (TensorHeader(t.dtype, t.shape, t.view.nbytes) for t in tensors)
-        limits = self._limits(max_ranks)
+        limits = StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes)
         if max(weights.num_bytes, config.num_bytes) > limits.max_file_bytes:
             raise AdapterTooLargeError(
                 f"lora_weights has {readable_bytes(weights.num_bytes)}, lora_config "
@@ -549,6 +549,3 @@ class StagingWorker:
     async def close(self) -> None:
         """End the workers; loads in progress fail."""
         await close_together(self._local.close(), self._remote.close())
-
-    def _limits(self, max_ranks: RankLimits) -> StagingLimits:
-        return StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes)

@@ -7,6 +7,7 @@ hashed, and left as one content-addressed canonical adapter file in the state di
 Run as python -m loraplex.adapters.staging_worker.
 """
 
+import base64
 import contextlib
 import itertools
 import logging
@@ -14,6 +15,7 @@ import os
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -69,8 +71,14 @@ Buffer = bytes | bytearray | memoryview
 
 _LENGTH = struct.Struct("<Q")
 _MAX_REQUEST_BYTES = 16 << 20
-_Found = tuple[tuple[FileIdentity], StagedAdapter]
-"""Note of files that were staged: which file their canonical adapter file was, and the report."""
+
+
+class _StagedNote(msgspec.Struct, frozen=True):
+    """Note of files that were staged."""
+
+    stored: tuple[FileIdentity, ...]
+    """Identity of the canonical adapter file."""
+    report: StagedAdapter
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
@@ -97,12 +105,11 @@ def reply_to(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StageRepl
     except LoraplexError as error:
         info = (passing_error(error) or error).to_info()
     except (MemoryError, RecursionError) as error:
-        failed = InvalidAdapterError(f"{what} cannot be read: {type(error).__name__}")
-        info = failed.to_info()
+        info = InvalidAdapterError(f"{what} cannot be read: {type(error).__name__}").to_info()
     except Exception as error:
         logger.exception("staging %s failed", what)
-        of_server = passing_error(error) or InternalError(f"staging {what} failed: {error}")
-        info = of_server.to_info()
+        failed = InternalError(f"staging {what} failed: {error}")
+        info = (passing_error(error) or failed).to_info()
     return StageReply(request_id=request.request_id, error=info)
 
 
@@ -174,8 +181,9 @@ def stage(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StagedAdapte
         raise InvalidAdapterError(f"{request.path} was changed while it was read; load it again")
     report = _report(request, source, rows, adapter_digest, path, warnings)
     if files:
-        found = msgspec.json.encode((identities_of([path]), report)).decode()
-        seen.remember(identities, found, context)
+        # Compressed, a note fits in one block of a disk: notes are never deleted.
+        note = zlib.compress(msgspec.msgpack.encode(_StagedNote(identities_of([path]), report)))
+        seen.remember(identities, base64.b85encode(note).decode(), context)
     ends["write"] = time.perf_counter()
     return msgspec.structs.replace(report, seconds=_durations(ends))
 
@@ -188,24 +196,23 @@ def _durations(ends: Mapping[str, float]) -> dict[str, float]:
 
 def _context(request: StageRequest, files: Sequence[Path]) -> str:
     """Return what the report of an adapter depends on in addition to the content of its files."""
-    names = [file.name for file in files]
-    base = (request.base_model, request.base_path, request.base_check)
-    fields = (request.shapes, request.limits.max_ranks, request.pool_dtype)
-    return msgspec.json.encode((__version__, names, *base, *fields)).decode()
+    base = (request.base_model, request.base_path, request.base_check, request.shapes)
+    fields = (*base, request.limits.max_ranks, request.pool_dtype, [file.name for file in files])
+    return msgspec.json.encode((__version__, *fields)).decode()
 
 
 def _known_report(state_dir: Path, found: str | None) -> StagedAdapter | None:
-    """Return the report in a note, if the adapter is stored as it was then."""
+    """Return the report in a note, if the adapter is stored as it was then, in any folder."""
     if found is None:
         return None
-    stored: tuple[FileIdentity]
-    report: StagedAdapter
-    stored, report = msgspec.json.decode(found, type=_Found)
-    path = canonical_path(state_dir, report.source.digest)
-    if not path.exists() or identities_of([path]) != stored:
+    try:
+        note = msgspec.msgpack.decode(zlib.decompress(base64.b85decode(found)), type=_StagedNote)
+        path = canonical_path(state_dir, note.report.source.digest)
+        is_same = identities_of([path]) == note.stored
+    except (InvalidAdapterError, msgspec.MsgspecError, ValueError, zlib.error):
         return None
-    source = msgspec.structs.replace(report.source, path=str(path))  # the folder may have moved
-    return msgspec.structs.replace(report, source=source)
+    source = msgspec.structs.replace(note.report.source, path=str(path))
+    return msgspec.structs.replace(note.report, source=source) if is_same else None
 
 
 @contextlib.contextmanager

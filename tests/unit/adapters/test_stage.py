@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import re
 import subprocess
@@ -179,9 +180,15 @@ class TestStagingAgain:
         folder = peft_folder().write()
         staged(folder)
         (note,) = (tmp_path / "state" / "seen").rglob("*.json")
-        note.write_text("{")
-        assert not staged(folder).was_known
-        assert staged(folder).was_known
+        values = json.loads(note.read_text())
+        for content in (
+            "{",
+            json.dumps(values | {"digest": "~"}),
+            json.dumps(values | {"digest": ""}),
+        ):
+            note.write_text(content)
+            assert not staged(folder).was_known
+            assert staged(folder).was_known
 
     def test_a_known_adapter_is_still_checked_against_the_base(self, staged, peft_folder, shapes):
         folder = peft_folder().write()
