@@ -21,7 +21,15 @@ from loraplex.core.errors import (
     InvalidAdapterError,
 )
 from loraplex.core.rank_limits import RankLimits
+from support.kept_staging import keeping_staging_processes
 from support.naming import naming
+
+
+@pytest.fixture(autouse=True)
+def _shared_staging():
+    with keeping_staging_processes():
+        yield
+
 
 TYPE_NAMES = {"<f4": ("FP32", "float32", "F32", "TYPE_FP32"), "<f2": ("FP16", "float16", "F16")}
 
