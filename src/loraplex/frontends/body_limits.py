@@ -4,6 +4,8 @@ A few bytes may become a large object, and take long to parse.
 """
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Final, Self, TypeVar
 
@@ -22,12 +24,54 @@ _VALUES_PER_CONTAINER: Final = 4
 """Lists and objects take more time and memory than numbers, so fewer are allowed."""
 UPLOADS_PREFIX: Final = b"/v1/uploads/"
 """Beginning of paths whose bodies are not held in memory: they have limits of their own."""
+_MAX_PAUSE: Final = 0.1
 T = TypeVar("T")
 
 
 async def off_loop(num_bytes: int, parse: Callable[[], T]) -> T:
     """Return parse(), which is called in a thread if it has many bytes to parse."""
     return parse() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(parse)
+
+
+async def parsed(num_bytes: int, parse: Callable[[], T]) -> T:
+    """Return parse(), which reads so many bytes of a request; long ones in turns, in a thread."""
+    if num_bytes <= _INLINE_BYTES:
+        return parse()
+    return await asyncio.to_thread(_TURNS.take, parse)
+
+
+class Turns:
+    """Turns of long texts: a pause follows each that is as long as it took, up to 0.1 seconds.
+
+    A parser keeps the interpreter's lock for the whole of a text, so several in threads are no
+    faster, and the event loop would wait for one of them whenever it has waited for a client.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._now, self._sleep = now, sleep
+        self._lock = threading.Lock()
+        self._next = 0.0
+        """When the next turn may begin."""
+
+    def take(self, parse: Callable[[], T]) -> T:
+        """Return parse(), after the turns before it and their pauses."""
+        with self._lock:
+            start = self._now()
+            if start < self._next:
+                self._sleep(self._next - start)
+                start = self._now()
+            try:
+                return parse()
+            finally:
+                end = self._now()
+                self._next = end + min(end - start, _MAX_PAUSE)
+
+
+_TURNS: Final = Turns()
 
 
 class JsonLimits(msgspec.Struct, frozen=True, kw_only=True):

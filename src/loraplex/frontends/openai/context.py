@@ -12,7 +12,7 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidRequestError, ModelNotFoundError
 from loraplex.core.principal import Principal
 from loraplex.frontends.access import Authenticate, everyone_is_local, headers_of, principal_of
-from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, parsed
 from loraplex.frontends.long_json import LongResponse, encoded
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER, ModelTarget
 from loraplex.frontends.openai.body import parse_body, read_body
@@ -168,7 +168,7 @@ class TextContext(msgspec.Struct, frozen=True):
         """Parse a body. refuse: raises RequestErrors for fields that are not in the schema."""
         limits = self.options.json
         text = await read_body(request, limits.max_bytes, self.options.max_discarded_bytes)
-        body = await off_loop(len(text), functools.partial(parse_body, schema, text, limits))
+        body = await parsed(len(text), functools.partial(parse_body, schema, text, limits))
         if refuse is not None and body.model_extra:
             refuse(body)
         return body

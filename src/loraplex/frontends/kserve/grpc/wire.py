@@ -16,7 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
 from loraplex.core.errors import InvalidRequestError, PayloadTooLargeError
-from loraplex.frontends.body_limits import off_loop
+from loraplex.frontends.body_limits import parsed
 
 MAX_FIELDS: Final = 16_384
 """Fields in a message and its parts; one input of a request has about five."""
@@ -79,7 +79,7 @@ class MessageReader:
 
     async def read(self, data: bytes) -> Parsed:
         """Read a message, as read_now does, in a thread if it is long."""
-        return await off_loop(len(data), functools.partial(self.read_now, data))
+        return await parsed(len(data), functools.partial(self.read_now, data))
 
     def read_now(self, data: bytes) -> Parsed:
         """Raise InvalidRequestError for other bytes, PayloadTooLargeError beyond the limits."""

@@ -28,7 +28,7 @@ from loraplex.frontends.access import (
     principal_of,
     without_key,
 )
-from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop
+from loraplex.frontends.body_limits import DEFAULT_JSON_LIMITS, JsonLimits, off_loop, parsed
 from loraplex.frontends.kserve import wire_types as wire
 from loraplex.frontends.kserve.errors import (
     AlreadyExistsError,
@@ -310,7 +310,7 @@ class KServeApi:
             memory=TenantMemory(self._service.memory, principal.tenant),
             limits=self._json_limits,
         )
-        infer_request, wishes = await off_loop(len(body), decode)
+        infer_request, wishes = await parsed(len(body), decode)
         response = await until_disconnect(
             request.receive, self._service.infer(infer_request, principal)
         )
@@ -367,7 +367,7 @@ class KServeApi:
         read = functools.partial(
             _generate_request_of, model, request.version, body, self._json_limits
         )
-        return await off_loop(len(body), read)
+        return await parsed(len(body), read)
 
     def _wants_stream(self, request: InferRequest) -> bool:
         row = self._service.catalog.find(request.model).kind.input_of("is_streamed")
@@ -517,7 +517,7 @@ class KServeApi:
     async def _object(self, request: HttpRequest) -> dict[str, Any]:
         body = await request.body(self._max_body_bytes)
         # Files of a model may be in it, which only operators send.
-        return await off_loop(len(body), functools.partial(parse_object, body))
+        return await parsed(len(body), functools.partial(parse_object, body))
 
 
 def _generate_request_of(
