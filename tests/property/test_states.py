@@ -105,8 +105,8 @@ def share_between_beams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let preempted beams read states that others of them still compute."""
     longest_shared, one_group = beam_scheduling._longest_shared, CacheGroupCapacity(num_blocks=1)
 
-    def shared(texts: list[list[int]], index: int, kv: KVBlocks) -> tuple[int, int]:
-        return longest_shared(texts, index, KVBlocks(kv.block_size, (one_group,)))
+    def shared(texts: list[list[int]], kv: KVBlocks) -> list[tuple[int, int]]:
+        return longest_shared(texts, KVBlocks(kv.block_size, (one_group,)))
 
     monkeypatch.setattr(beam_scheduling, "_longest_shared", shared)
 

@@ -109,8 +109,8 @@ def test_a_stage_keeps_its_layers_of_an_adapter() -> None:
         for layer, module in zip(layers, modules, strict=True)
     )
     cutters = [AdapterCutter(one, None) for one in stages(spec, 2)]
-    kept = [cutter.cut(HostAdapter("a", weights)).targets for cutter in cutters]
-    assert [[target.layer for target in targets] for targets in kept] == [[0, 1], [-1, 0]]
+    kept = [cutter.cut(HostAdapter("a", weights)).weights for cutter in cutters]
+    assert [[one.target.layer for one in weights] for weights in kept] == [[0, 1], [-1, 0]]
     odd = dataclasses.replace(weights[0], target=LoraTarget(3, "q_proj", 1, 32, 32))
     for cutter in cutters:
         with pytest.raises(AdapterMismatchError, match=naming(3)):
