@@ -284,8 +284,12 @@ def test_a_screen_that_stays_open_takes_no_more_memory(visits, server):
             "window.numPolls >= most && resolve(clearInterval(timer)), 50); })",
             num_polls,
         )
-        cdp.send("HeapProfiler.collectGarbage")
-        return cdp.send("Runtime.getHeapUsage")["usedSize"]
+        sizes = []
+        for _ in range(5):  # what a frame in progress holds is no garbage until it ends
+            cdp.send("HeapProfiler.collectGarbage")
+            sizes.append(cdp.send("Runtime.getHeapUsage")["usedSize"])
+            page.evaluate("new Promise(requestAnimationFrame)")
+        return min(sizes)
 
     # By then everything that is kept for a while is full.
     before = heap_after(650)

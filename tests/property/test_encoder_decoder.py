@@ -15,6 +15,7 @@ import torch
 
 from loraplex.core.errors import ErrorInfo, RowFailedError
 from loraplex.core.plan import EncodeText, RowStep
+from loraplex.core.scheduler_settings import BatchSchedulerPolicy
 from loraplex.execution.steps import text_inputs
 from loraplex.execution.steps.input_batch import (
     EncoderInput,
@@ -33,6 +34,7 @@ from support.delayed_accelerator import DelayedAccelerator
 from support.examples import num_examples
 from support.feature_schedules import FEATURE_SETTINGS, FeatureSchedules
 from support.grammar_tokens import FIRST_BYTE, VOCAB_SIZE
+from support.random_conditions import Conditions
 from support.toy_encoder import LONGEST_INPUT, encoder_decoder_parts
 
 SETTINGS = msgspec.structs.replace(
@@ -189,6 +191,21 @@ def encode_only_once(patch: pytest.MonkeyPatch) -> None:
             sequence.input_to_encode = 0
 
     patch.setattr(SchedulerState, "admit", planted)
+    draw = Conditions.draw
+
+    def tight(seed: object) -> Conditions:
+        """Let requests compete for memory, and compute again what they lose."""
+        conditions = draw(seed)
+        settings = msgspec.structs.replace(
+            conditions.settings,
+            enable_prefix_cache=False,
+            batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION,
+        )
+        return dataclasses.replace(
+            conditions, settings=settings, kv_memory_factor=1.0, num_host_blocks=0
+        )
+
+    patch.setattr(Conditions, "draw", tight)
 
 
 def encode_with(patch: pytest.MonkeyPatch, adapters: Callable[[EncoderInput], object]) -> None:
