@@ -19,7 +19,7 @@ from loraplex.serving.access.tenant_bytes import SMALL_BYTES, TenantBytes
 from loraplex.serving.wire_request import current_tenant
 
 _INLINE_BYTES: Final = 32 << 10
-"""Shorter bodies are parsed on the event loop: handing them to a thread would take longer."""
+"""Shorter bodies are parsed and written on the event loop: a thread would take longer."""
 _VALUES_PER_CONTAINER: Final = 4
 """Lists and objects take more time and memory than numbers, so fewer are allowed."""
 UPLOADS_PREFIX: Final = b"/v1/uploads/"
@@ -28,9 +28,9 @@ _MAX_PAUSE: Final = 0.1
 T = TypeVar("T")
 
 
-async def off_loop(num_bytes: int, parse: Callable[[], T]) -> T:
-    """Return parse(), which is called in a thread if it has many bytes to parse."""
-    return parse() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(parse)
+async def off_loop(num_bytes: int, write: Callable[[], T]) -> T:
+    """Return write(), which is called in a thread if it has many bytes of a response to write."""
+    return write() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(write)
 
 
 async def parsed(num_bytes: int, parse: Callable[[], T]) -> T:
