@@ -15,7 +15,6 @@ import torch
 
 from loraplex.core.errors import ErrorInfo, RowFailedError
 from loraplex.core.plan import EncodeText, RowStep
-from loraplex.core.scheduler_settings import BatchSchedulerPolicy
 from loraplex.execution.steps import text_inputs
 from loraplex.execution.steps.input_batch import (
     EncoderInput,
@@ -192,20 +191,7 @@ def encode_only_once(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(SchedulerState, "admit", planted)
     draw = Conditions.draw
-
-    def tight(seed: object) -> Conditions:
-        """Let requests compete for memory, and compute again what they lose."""
-        conditions = draw(seed)
-        settings = msgspec.structs.replace(
-            conditions.settings,
-            enable_prefix_cache=False,
-            batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION,
-        )
-        return dataclasses.replace(
-            conditions, settings=settings, kv_memory_factor=1.0, num_host_blocks=0
-        )
-
-    patch.setattr(Conditions, "draw", tight)
+    patch.setattr(Conditions, "draw", lambda seed: draw(seed).short_of_memory())
 
 
 def encode_with(patch: pytest.MonkeyPatch, adapters: Callable[[EncoderInput], object]) -> None:

@@ -17,7 +17,7 @@ import torch
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.plan import NO_BLOCK, CacheGroupCapacity, RowStep
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.core.scheduler_settings import BatchSchedulerPolicy, SchedulerSettings
+from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.engine.engine import Engine, build_engine
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters
 from loraplex.execution.loading import start_runner
@@ -371,17 +371,8 @@ def only_preempted_beams(schedules: FeatureSchedules, monkeypatch: pytest.Monkey
     draw = Conditions.draw
 
     def tight(seed: object) -> Conditions:
-        conditions = draw(seed)
-        settings = msgspec.structs.replace(
-            conditions.settings,
-            enable_prefix_cache=False,
-            batch_scheduler_policy=BatchSchedulerPolicy.MAX_UTILIZATION,
-            max_num_batched_tokens=512,
-            max_prefill_chunk=None,
-            max_seqs_per_adapter=0,
-        )
-        return dataclasses.replace(
-            conditions, settings=settings, kv_memory_factor=1.0, num_host_blocks=0
+        return draw(seed).short_of_memory(
+            max_num_batched_tokens=512, max_prefill_chunk=None, max_seqs_per_adapter=0
         )
 
     monkeypatch.setattr(Conditions, "draw", tight)

@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -59,6 +60,17 @@ class Conditions:
     failures: tuple[tuple[str, int], ...]
     """(field, n): the n-th step fails that has something in this field of its plan."""
     has_journal: bool
+
+    def short_of_memory(self, **changes: Any) -> "Conditions":
+        """Return the same with little memory: what is preempted is computed again as a whole.
+
+        changes: of the settings.
+        """
+        policy = BatchSchedulerPolicy.MAX_UTILIZATION
+        settings = msgspec.structs.replace(
+            self.settings, enable_prefix_cache=False, batch_scheduler_policy=policy, **changes
+        )
+        return dataclasses.replace(self, settings=settings, kv_memory_factor=1.0, num_host_blocks=0)
 
     @classmethod
     def draw(cls, seed: object) -> "Conditions":
