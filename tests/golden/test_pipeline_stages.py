@@ -84,7 +84,7 @@ def _request(index: int) -> EngineRequest:
         tenant="",
         priority=0,
         deadline_ns=None,
-        kv_salt=kv_salt("tiny", "none", [(digest, 1.0) for digest in digests], ""),
+        kv_salt=kv_salt("tiny", "none", tuple((digest, 1.0) for digest in digests), ""),
         arrival_ns=index + 1,
     )
 

@@ -109,7 +109,7 @@ class Run:
             task=task,
             eos_token_ids=(),
             adapters=tuple(AdapterUse(digest, 1.0) for digest in digests),
-            kv_salt=kv_salt("demo", "none", [(digest, 1.0) for digest in digests], ""),
+            kv_salt=kv_salt("demo", "none", tuple((digest, 1.0) for digest in digests), ""),
             tenant="",
             priority=0,
             arrival_ns=self._num_requests,

@@ -143,7 +143,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def want(self, data):
         handle = self.draw(data, self.adapters)
-        self.cache.want(handle)
+        self.cache.want((handle,))
         self.adapters[handle].wants += 1
         self.adapters[handle].idle_since_ns = None
 
@@ -154,7 +154,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unwant(self, data):
         handle = self.draw(data, self.wanted())
-        self.cache.unwant(handle)
+        self.cache.unwant((handle,))
         self.adapters[handle].wants -= 1
 
     @precondition(lambda self: self.among(ABSENT, FAILED))
@@ -352,7 +352,7 @@ class AdapterCacheMachine(RuleBasedStateMachine):
             for _ in range(shadow.num_users):
                 self.cache.release(handle)
             for _ in range(shadow.wants):
-                self.cache.unwant(handle)
+                self.cache.unwant((handle,))
             self.cache.unpin(handle)
             shadow.pinned = False
             shadow.num_users = shadow.wants = 0

@@ -308,7 +308,7 @@ class EngineMachine(RuleBasedStateMachine):
                 eos_token_ids=(EOS,),
                 adapters=tuple(AdapterUse(digest, wish.scale) for digest in wish.digests),
                 kv_salt=kv_salt(
-                    "fake", "none", [(d, wish.scale) for d in wish.digests], wish.tenant
+                    "fake", "none", tuple((d, wish.scale) for d in wish.digests), wish.tenant
                 ),
                 tenant=wish.tenant,
                 share_weight=wish.share_weight,

@@ -140,7 +140,7 @@ class FakeEngine:
             task=task,
             eos_token_ids=eos_token_ids,
             adapters=tuple(AdapterUse(digest, scale) for digest in digests),
-            kv_salt=kv_salt("fake", "none", [(digest, scale) for digest in digests], tenant),
+            kv_salt=kv_salt("fake", "none", tuple((digest, scale) for digest in digests), tenant),
             tenant=tenant,
             priority=priority,
             share_weight=share_weight,

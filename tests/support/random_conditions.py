@@ -109,10 +109,7 @@ class Conditions:
         kv = KVBlocks(capacity.block_size, capacity.cache_groups)
         settings = self.settings_for(requests)
         factory = RequestFactory(capacity, settings)
-        needs = [
-            factory.make(request, ()).max_blocks(kv, settings.max_step_tokens)
-            for request in requests
-        ]
+        needs = [factory.make(request, ()).max_blocks(kv) for request in requests]
         cache_groups = tuple(
             msgspec.structs.replace(
                 group,

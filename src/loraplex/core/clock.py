@@ -14,23 +14,3 @@ class Clock(Protocol):
 
 class SystemClock:
     now_ns = staticmethod(time.monotonic_ns)
-
-
-class EventClock:
-    """Clock that stands still within one event of the engine.
-
-    So the decisions of the control plane are a function of its inputs and of the readings of
-    `tick`, and can be replayed.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._now_ns = clock.now_ns()
-
-    def tick(self) -> int:
-        """Begin a new event: read the time."""
-        self._now_ns = self._clock.now_ns()
-        return self._now_ns
-
-    def now_ns(self) -> int:
-        return self._now_ns

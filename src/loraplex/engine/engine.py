@@ -12,10 +12,11 @@ from typing import NamedTuple
 import msgspec
 
 from loraplex.core.adapter import AdapterHandle, AdapterSource
-from loraplex.core.clock import Clock, EventClock
+from loraplex.core.clock import Clock
 from loraplex.core.errors import (
     ConfigError,
     DeviceLost,
+    ErrorInfo,
     InvalidRequestError,
     LoraplexError,
     StepFailedError,
@@ -32,7 +33,6 @@ from loraplex.engine.journal import (
     Journal,
     JournalHeader,
     LoadEnded,
-    NoJournal,
     PlanMade,
     StepEnded,
 )
@@ -71,6 +71,26 @@ class EngineTurn(NamedTuple):
     """None if no step was launched."""
 
 
+class EventClock:
+    """Clock that stands still within one event of the engine.
+
+    So the decisions of the control plane are a function of its inputs and of the readings of
+    `tick`, and can be replayed.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._now_ns = clock.now_ns()
+
+    def tick(self) -> int:
+        """Begin a new event: read the time."""
+        self._now_ns = self._clock.now_ns()
+        return self._now_ns
+
+    def now_ns(self) -> int:
+        return self._now_ns
+
+
 class _NotLaunched:
     """StepHandle of a plan that the runner refused."""
 
@@ -103,7 +123,7 @@ class Engine:
         loader: AdapterLoader,
         adapters: AdapterHandles,
         clock: EventClock,
-        journal: Journal,
+        journal: Journal | None,
         ranks: RankProbes | None = None,
     ) -> None:
         """See `build_engine` for parts that fit together. The clock is the scheduler's own."""
@@ -248,13 +268,16 @@ class Engine:
     def close(self) -> None:
         """Close the loader, the runner and the journal. Raises an error once all are closed."""
         with contextlib.ExitStack() as stack:  # closes the last one first
-            stack.callback(self._journal.close)
+            if self._journal is not None:
+                stack.callback(self._journal.close)
             stack.callback(self._runner.close)
             stack.callback(self._loader.close)
 
     def _take(self, command: EngineCommand) -> None:
         """Write a command to the journal. All its consequences see one time."""
-        self._journal.write(CommandTaken(self._clock.tick(), command))
+        now_ns = self._clock.tick()
+        if self._journal is not None:
+            self._journal.write(CommandTaken(now_ns, command))
 
     def _plan(self) -> StepPlan | None:
         now_ns = self._clock.tick()
@@ -271,7 +294,8 @@ class Engine:
                     self._scheduler.load_failed(load.handle, load.error)
             plan = self._scheduler.plan()
         finally:
-            self._journal.write(PlanMade(now_ns, loads, plan))
+            if self._journal is not None:
+                self._journal.write(PlanMade(now_ns, loads, plan))
         return plan
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
@@ -294,16 +318,22 @@ class Engine:
         except Exception as error:
             logger.exception("step %d failed", plan.step_id)
             return self._fail(step, error)
-        self._journal.write(StepEnded(self._clock.tick(), result))
+        self._take_end(result)
         self._rank_wait_ns = result.timing.rank_wait_ns
         outputs = self._scheduler.absorb(plan, result)
         self._marker.end(plan.step_id)
         return EngineTurn(tuple(outputs), self._ended(step, result))
 
+    def _take_end(self, result: StepResult | None = None, error: ErrorInfo | None = None) -> None:
+        """Write the end of a step to the journal. All its consequences see one time."""
+        now_ns = self._clock.tick()
+        if self._journal is not None:
+            self._journal.write(StepEnded(now_ns, result, error))
+
     def _fail(self, step: _LaunchedStep, error: Exception) -> EngineTurn:
         if not isinstance(error, LoraplexError):
             error = StepFailedError("a step of the model failed; the server's log has the cause")
-        self._journal.write(StepEnded(self._clock.tick(), error=error.to_info()))
+        self._take_end(error=error.to_info())
         outputs = self._scheduler.fail(step.plan, error)
         self._marker.end(step.plan.step_id)
         while self._launched:
@@ -314,7 +344,7 @@ class Engine:
         """Discard a step that was launched after one that failed."""
         with contextlib.suppress(Exception):
             step.handle.wait()
-        self._journal.write(StepEnded(self._clock.tick(), error=_VOID))
+        self._take_end(error=_VOID)
         outputs = self._scheduler.void(step.plan)
         self._marker.end(step.plan.step_id)
         return outputs
@@ -354,7 +384,6 @@ def build_engine(
             param="pipeline_parallel_size",
         )
     settings = settings or SchedulerSettings()
-    journal = journal or NoJournal()
     event_clock = EventClock(clock)
     kv = KVBlocks(
         capacity.block_size,
@@ -374,14 +403,15 @@ def build_engine(
     )
     adapters = AdapterHandles(cache, loader, capacity)
     scheduler = Scheduler(capacity, settings, kv, cache, adapters, event_clock, overlap=overlap)
-    journal.begin(
-        JournalHeader(
-            loraplex=__version__,
-            capacity=capacity,
-            settings=settings,
-            adapter_host_bytes=adapter_host_bytes,
-            eviction_policy=eviction_policy,
-            overlap=overlap,
+    if journal is not None:
+        journal.begin(
+            JournalHeader(
+                loraplex=__version__,
+                capacity=capacity,
+                settings=settings,
+                adapter_host_bytes=adapter_host_bytes,
+                eviction_policy=eviction_policy,
+                overlap=overlap,
+            )
         )
-    )
     return Engine(scheduler, runner, loader, adapters, event_clock, journal, ranks)

@@ -88,16 +88,6 @@ class Journal(Protocol):
     def close(self) -> None: ...
 
 
-class NoJournal:
-    """Journal that keeps nothing."""
-
-    def begin(self, header: JournalHeader) -> None: ...
-
-    def write(self, entry: JournalEntry) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def _row_without_bulk(row: RowResult) -> RowResult:
     if not (row.logprobs or row.prompt_logprobs or row.candidates):
         return row

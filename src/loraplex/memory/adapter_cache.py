@@ -5,11 +5,11 @@ neither names nor files, and takes the time as an argument.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from loraplex.core.adapter import AdapterHandle, Residency
 from loraplex.core.byte_sizes import enough_bytes, readable_bytes
-from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
+from loraplex.core.errors import AdapterLoadError, AdapterTooLargeError, ErrorInfo
 from loraplex.core.plan import PageId
 from loraplex.core.stats import AdapterTierStats
 from loraplex.memory.eviction import (
@@ -172,24 +172,39 @@ class AdapterCache:
         """Return the failure of a FAILED adapter, None in any other state."""
         return self._entries[handle].failure
 
+    def refusal(self, handles: Iterable[AdapterHandle], now_ns: int) -> AdapterLoadError | None:
+        """Return why a request cannot be accepted now: one of its loads failed a moment ago."""
+        for handle in handles:
+            failure = self._entries[handle].failure
+            if failure is not None and failure.retry_at_ns > now_ns:
+                return AdapterLoadError(
+                    f"the adapter could not be loaded: {failure.error.message}",
+                    retry_after_seconds=(failure.retry_at_ns - now_ns) / 1e9,
+                )
+        return None
+
     def page_ids(self, handle: AdapterHandle) -> tuple[PageId, ...]:
         """Return its device pages in the adapter's order; empty unless COPYING or DEVICE."""
         return self._entries[handle].page_ids
 
-    def want(self, handle: AdapterHandle) -> None:
-        """Count a new request that needs the adapter, in any state."""
-        entry = self._entries[handle]
-        entry.wants += 1
-        entry.idle_since_ns = None
-        self._orders.used(handle)
-        self._orders.settle(entry)
+    def want(self, handles: Collection[AdapterHandle]) -> None:
+        """Count a new request that needs these adapters, in any state; statistics have them."""
+        for handle in handles:
+            entry = self._entries[handle]
+            entry.wants += 1
+            entry.idle_since_ns = None
+            self._orders.used(handle)
+            self._orders.settle(entry)
+        if handles:
+            self._counts.admission({self._entries[handle].residency for handle in handles})
 
-    def unwant(self, handle: AdapterHandle) -> None:
-        """Undo one `want`: a request that needed the adapter ended."""
-        entry = self._entries[handle]
-        assert entry.wants > 0, f"adapter {handle} is not wanted"
-        entry.wants -= 1
-        self._orders.settle(entry)
+    def unwant(self, handles: Iterable[AdapterHandle]) -> None:
+        """Undo one `want`: a request that needed the adapters ended."""
+        for handle in handles:
+            entry = self._entries[handle]
+            assert entry.wants > 0, f"adapter {handle} is not wanted"
+            entry.wants -= 1
+            self._orders.settle(entry)
 
     def fits_free_memory(self, handle: AdapterHandle) -> bool:
         """Whether the adapter can go on to the device without an eviction from either tier."""
@@ -297,10 +312,6 @@ class AdapterCache:
         assert entry.num_users > 0, f"adapter {handle} is not in use"
         entry.num_users -= 1
         self._orders.settle(entry, used=True)
-
-    def count_admission(self, handles: Iterable[AdapterHandle]) -> None:
-        """Count, for the statistics, in which tiers a new request found its adapters."""
-        self._counts.admission({self._entries[handle].residency for handle in handles})
 
     def is_pinned(self, handle: AdapterHandle) -> bool:
         return self._entries[handle].is_pinned

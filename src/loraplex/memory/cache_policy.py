@@ -147,7 +147,7 @@ class _NewestPositions(abc.ABC):
         """Return it: a step reads up to reach - 1 positions before its first one, N, and writes up
         to N + max_step_tokens - 1.
         """
-        all_blocks = len(self.takes(0, num_tokens))
+        all_blocks = -(-num_tokens // self.block_size)
         if self.reach is None:
             return all_blocks
         ahead = min(num_tokens, max_step_tokens) - 1

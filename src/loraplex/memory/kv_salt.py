@@ -1,5 +1,6 @@
 """Salt that separates requests which must not share KV blocks."""
 
+import functools
 import hashlib
 import struct
 from collections.abc import Iterable, Sequence
@@ -12,10 +13,11 @@ LaterSalts = Sequence[tuple[int, bytes]]
 _VERSION = b"loraplex kv_salt 1"
 
 
+@functools.lru_cache(maxsize=1024)  # most requests are of a tenant and an adapter seen before
 def kv_salt(
     model: str,
     kv_dtype: str,
-    adapters: Sequence[tuple[str, float]],
+    adapters: tuple[tuple[str, float], ...],
     tenant: str,
     cache_salt: str = "",
 ) -> bytes:

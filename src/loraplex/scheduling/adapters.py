@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Protocol
 
 from loraplex.core.adapter import AdapterHandle, Residency
-from loraplex.core.errors import AdapterLoadError, ErrorInfo
+from loraplex.core.errors import ErrorInfo
 from loraplex.core.plan import AdapterCopy
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.scheduling.request import Request
@@ -70,26 +70,6 @@ class CacheFiller:
     @property
     def num_copying(self) -> int:
         return self.cache.num_in(Residency.COPYING)
-
-    def refusal(self, handles: tuple[AdapterHandle, ...], now_ns: int) -> AdapterLoadError | None:
-        """Return why a request cannot be accepted now: one of its loads failed a moment ago."""
-        for handle in handles:
-            failure = self.cache.failure(handle)
-            if failure is not None and failure.retry_at_ns > now_ns:
-                pause_seconds = (failure.retry_at_ns - now_ns) / 1e9
-                return load_error(failure.error, pause_seconds)
-        return None
-
-    def want(self, handles: tuple[AdapterHandle, ...]) -> None:
-        """Note an accepted request that needs these adapters."""
-        for handle in handles:
-            self.cache.want(handle)
-        if handles:
-            self.cache.count_admission(handles)
-
-    def unwant(self, handles: tuple[AdapterHandle, ...]) -> None:
-        for handle in handles:
-            self.cache.unwant(handle)
 
     def acquire(self, handles: tuple[AdapterHandle, ...]) -> None:
         """Count a sequence that needs these adapters and takes a slot."""
@@ -299,9 +279,3 @@ class AdapterScan:
         """Use the memory that is left at the end for preloads."""
         if self._aged is None:
             self._filler.advance_preloads(self._now_ns)
-
-
-def load_error(reason: ErrorInfo, pause_seconds: float) -> AdapterLoadError:
-    return AdapterLoadError(
-        f"the adapter could not be loaded: {reason.message}", retry_after_seconds=pause_seconds
-    )

@@ -36,7 +36,6 @@ class Admitter:
         self._state = state
         self._beams = beams
         self._max_seqs_per_adapter = settings.max_seqs_per_adapter
-        self._max_step_tokens = settings.max_step_tokens
         self._shortage: tuple[int, BlockCounts] | None = None
         """(sequence id, available blocks) when a sequence last found too few blocks."""
 
@@ -133,7 +132,6 @@ class Admitter:
     ) -> AdmittedBlocks | Loaded | None:
         """Take the blocks of a new sequence, or of one whose KV is on the host."""
         kv, request, offloaded = self._state.kv, sequence.request, sequence.offloaded
-        max_step_tokens = max(self._max_step_tokens, request.longest_span)
         donor = None if request.donor is None else request.donor.block_tables
         if offloaded is not None:
             return kv.load_back(
@@ -143,7 +141,7 @@ class Admitter:
                 offloaded.num_computed_tokens,
                 sequence.num_tokens,
                 later_salts=sequence.later_salts,
-                max_step_tokens=max_step_tokens,
+                max_step_tokens=request.max_step_tokens,
                 num_reserved_blocks=num_reserved,
                 donor=donor,
             )
@@ -151,7 +149,7 @@ class Admitter:
             sequence.token_ids,
             sequence.kv_salt,
             max_new_tokens=sequence.num_tokens,
-            max_step_tokens=max_step_tokens,
+            max_step_tokens=request.max_step_tokens,
             max_cached_tokens=None if request.takes_hits and not sequence.scores_prompt else 0,
             later_salts=sequence.later_salts,
             num_reserved_blocks=num_reserved,

@@ -99,7 +99,7 @@ class BeamRequest(Request):
                 "time (max_seqs_per_adapter)",
                 param="beam_width",
             )
-        shortage = kv.shortage(self.max_blocks(kv, settings.max_step_tokens))
+        shortage = kv.shortage(self.max_blocks(kv))
         if shortage is not None:
             return PromptTooLongError(
                 f"{self._encoder_input}{self.width} beams of "
@@ -108,8 +108,8 @@ class BeamRequest(Request):
             )
         return None
 
-    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
-        num_of_one = Request.max_blocks(self, kv, max_step_tokens)
+    def max_blocks(self, kv: KVBlocks) -> BlockCounts:
+        num_of_one = Request.max_blocks(self, kv)
         num_prompt_tokens = len(self.engine_request.prompt_token_ids)
         num_tokens = num_prompt_tokens + self.stop_rules.max_tokens - 1
         # The beams share the full blocks of their prompt. With an attention window they may not,

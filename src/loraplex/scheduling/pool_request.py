@@ -63,7 +63,7 @@ class PoolRequest(Request):
                 f"the prompt has {num_tokens} tokens; the model's length is "
                 f"{capacity.max_model_len} tokens"
             )
-        shortage = kv.shortage(self.max_blocks(kv, settings.max_step_tokens))
+        shortage = kv.shortage(self.max_blocks(kv))
         if shortage is not None:
             return PromptTooLongError(
                 f"{self._encoder_input}{num_tokens} prompt tokens need {shortage}"
@@ -72,11 +72,9 @@ class PoolRequest(Request):
             return self.input_refusal(capacity, settings)
         return None
 
-    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
+    def max_blocks(self, kv: KVBlocks) -> BlockCounts:
         num_tokens = len(self.engine_request.prompt_token_ids)
-        return kv.max_blocks_held(
-            num_tokens, max(max_step_tokens, self.longest_span), self.num_encoder_tokens
-        )
+        return kv.max_blocks_held(num_tokens, self.max_step_tokens, self.num_encoder_tokens)
 
     def can_project(self, sequence: Sequence, row: RowStep) -> bool:
         """Return whether something follows: after the last position there is no next input."""

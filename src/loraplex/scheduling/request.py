@@ -166,6 +166,8 @@ class Request:
     num_unfinished: int = 0
     whole_spans: tuple[Span, ...] = ()
     """Positions that one step computes together, as far as they are not computed; ascending."""
+    max_step_tokens: int = 1
+    """Maximum number of its tokens in one step: that of all rows, or of its longest whole span."""
     takes_hits: bool = True
     """Whether the prefix cache may serve the beginning of its prompt."""
     rotation_border: RotationBorder | None = None
@@ -210,11 +212,6 @@ class Request:
     def num_slots(self) -> int:
         """Slots that one admission takes."""
         return 1
-
-    @property
-    def num_unheld(self) -> int:
-        """Unfinished sequences that run or wait for a slot."""
-        return self.num_unfinished - len(self.held_back)
 
     @property
     def donor(self) -> "Sequence | None":
@@ -324,7 +321,7 @@ class Request:
                 "(pipeline_parallel_size), and returns no logits; logprobs are returned",
                 param="return_logits" if sampling.return_logits else "return_prompt_logits",
             )
-        shortage = kv.shortage(Request.max_blocks(self, kv, settings.max_step_tokens))
+        shortage = kv.shortage(Request.max_blocks(self, kv))
         if shortage is not None:
             return PromptTooLongError(
                 f"{self._encoder_input}{num_prompt_tokens} prompt tokens and up to {max_tokens} "
@@ -340,16 +337,11 @@ class Request:
         num_tokens = self.num_encoder_tokens
         return f"{num_tokens} tokens of the encoder's input, " if num_tokens else ""
 
-    def max_blocks(self, kv: KVBlocks, max_step_tokens: int) -> BlockCounts:
-        """Return the maximum number of blocks that one admission ever holds at once.
-
-        max_step_tokens: maximum number of tokens of one row, but for whole spans.
-        """
+    def max_blocks(self, kv: KVBlocks) -> BlockCounts:
+        """Return the maximum number of blocks that one admission ever holds at once."""
         # The last token is never computed: it needs no block.
         num_tokens = len(self.engine_request.prompt_token_ids) + self.stop_rules.max_tokens - 1
-        return kv.max_blocks_held(
-            num_tokens, max(max_step_tokens, self.longest_span), self.num_encoder_tokens
-        )
+        return kv.max_blocks_held(num_tokens, self.max_step_tokens, self.num_encoder_tokens)
 
     def scheduled_with(self, sequence: "Sequence") -> list["Sequence"]:
         """Return the sequences that gain and lose their slots together with this one."""

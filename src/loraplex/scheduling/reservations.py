@@ -21,9 +21,8 @@ class BlockReservations:
     of all reservations is at most the number of blocks.
     """
 
-    def __init__(self, kv: KVBlocks, max_step_tokens: int) -> None:
+    def __init__(self, kv: KVBlocks) -> None:
         self._kv = kv
-        self._max_step_tokens = max_step_tokens
         self._num_blocks = [0] * len(kv.groups)
 
     def num_to_leave(self, sequence: Sequence, num_taken: BlockCounts) -> BlockCounts | None:
@@ -32,7 +31,7 @@ class BlockReservations:
         The sequences scheduled with it are included. None: it must wait, however many blocks are
         available.
         """
-        worst = sequence.request.max_blocks(self._kv, self._max_step_tokens)
+        worst = sequence.request.max_blocks(self._kv)
         num_to_leave = []
         for group, num_reserved, num_worst, count in zip(
             self._kv.groups, self._num_blocks, worst, num_taken, strict=True
@@ -75,7 +74,7 @@ class BlockReservations:
 
     def _still_to_take(self, sequence: Sequence) -> BlockCounts:
         request = sequence.request
-        worst = request.max_blocks(self._kv, self._max_step_tokens)
+        worst = request.max_blocks(self._kv)
         return tuple(
             num_worst
             if group.frees_early
@@ -88,4 +87,4 @@ def new_reservations(settings: SchedulerSettings, kv: KVBlocks) -> BlockReservat
     """Return the reservations of the batch scheduler policy; None if it makes none."""
     if settings.batch_scheduler_policy is not BatchSchedulerPolicy.GUARANTEED_NO_EVICT:
         return None
-    return BlockReservations(kv, settings.max_step_tokens)
+    return BlockReservations(kv)

@@ -132,7 +132,7 @@ class Scheduler:
         if refusal is None and not engine_request.num_restarts:
             refusal = self._state.queue_bound.refusal(self._batching.num_admissible)
         now_ns = self._clock.now_ns()
-        refusal = refusal or self.adapters.refusal(request.handles, now_ns)
+        refusal = refusal or self.adapters.cache.refusal(request.handles, now_ns)
         if refusal is not None:
             self.refuse(engine_request, refusal)
             return
@@ -357,6 +357,7 @@ class RequestFactory:
     def __init__(self, capacity: Capacity, settings: SchedulerSettings) -> None:
         self._capacity = capacity
         self._settings = settings
+        self._max_step_tokens = settings.max_step_tokens
         self._sequence_ids = itertools.count(1)
 
     def make(
@@ -376,7 +377,9 @@ class RequestFactory:
         request.wants_prompt_scores = (
             sampling.prompt_logprobs is not None or sampling.return_prompt_logits
         ) and not engine_request.prompt_scores_delivered
-        self._set_spans(request)
+        request.max_step_tokens = self._max_step_tokens
+        if engine_request.images:
+            self._set_spans(request)
         outputs = dict(enumerate(engine_request.outputs))
         prompt = engine_request.prompt_token_ids
         drafters = new_drafters(sampling, self._settings, len(prompt))
@@ -402,9 +405,12 @@ class RequestFactory:
         request = PoolRequest(engine_request, adapters)
         request.rotation_border = self._capacity.rotation_border
         prompt = list(engine_request.prompt_token_ids)
-        self._set_spans(request)
+        request.max_step_tokens = self._max_step_tokens
+        if engine_request.images:
+            self._set_spans(request)
         if request.pool.kind.needs_whole_prompt:
             request.whole_spans = (Span(0, len(prompt)),)
+            request.max_step_tokens = max(self._max_step_tokens, len(prompt))
             request.takes_hits = False
         sequence_id = next(self._sequence_ids)
         request.sequences = [Sequence(request, sequence_id, 0, prompt, len(prompt), seed=0)]
@@ -416,6 +422,7 @@ class RequestFactory:
         images = self._capacity.images
         if images is not None and images.is_whole:
             request.whole_spans = tuple(Span(image.first, image.end) for image in request.images)
+            request.max_step_tokens = max(self._max_step_tokens, request.longest_span)
 
 
 def new_drafters(

@@ -116,7 +116,7 @@ class SchedulerState:
         self._requests[request.request_id] = request
         self._num_unfinished += request.num_unfinished
         self.queue_bound.num_queued += 1
-        self.adapters.want(request.handles)
+        self.adapters.cache.want(request.handles)
         engine_request = request.engine_request
         request.share = self.shares.key(engine_request, request.handles)
         self.shares.enter(request.share, engine_request.share_weight, self.waiting.by_share)
@@ -305,7 +305,7 @@ class SchedulerState:
 
     def fail_waiting_for(self, handle: AdapterHandle) -> None:
         """End the requests that wait for a FAILED adapter; a later request may try again."""
-        error = self.adapters.refusal((handle,), self.clock.now_ns())
+        error = self.adapters.cache.refusal((handle,), self.clock.now_ns())
         if error is None:
             return
         for request in self.waiting_for(handle):
@@ -340,7 +340,9 @@ class SchedulerState:
         self.queue_bound.check(sum(not request.was_scheduled for request in requests))
         held_back = [sequence for request in requests for sequence in request.held_back]
         placed = [*self.running, *self.waiting, *held_back]
-        assert all(r.num_unheld <= max(r.max_unheld, r.num_slots) for r in requests), "too many"
+        assert all(
+            r.num_unfinished - len(r.held_back) <= max(r.max_unheld, r.num_slots) for r in requests
+        ), "too many"
         alive = [s for request in requests for s in request.sequences if not s.is_finished]
         assert len(placed) == len(alive) == self._num_unfinished
         assert set(placed) == set(alive), "a sequence is in no queue, or in two"
@@ -351,8 +353,11 @@ class SchedulerState:
 
     def _fill(self, request: Request) -> None:
         """Let the next sequences that are held back take the place of those that ended."""
-        while request.held_back and request.num_unheld < request.max_unheld:
-            self.waiting.add(request.held_back.pop(0))
+        num_unheld = request.num_unfinished - len(request.held_back)
+        num_next = max(0, request.max_unheld - num_unheld)
+        for sequence in request.held_back[:num_next]:
+            self.waiting.add(sequence)
+        del request.held_back[:num_next]
 
     def _take_slot(self, sequence: Sequence, block_tables: BlockTables) -> None:
         self._leave_queue(sequence)
@@ -418,7 +423,7 @@ class SchedulerState:
 
     def _end_request(self, request: Request, error: ErrorInfo | None) -> None:
         del self._requests[request.request_id]
-        self.adapters.unwant(request.handles)
+        self.adapters.cache.unwant(request.handles)
         self.shares.leave(request.share)
         if request.was_scheduled:
             self.queue_bound.served(self.clock.now_ns() - request.first_scheduled_ns)

@@ -198,7 +198,7 @@ def admit(
         kv_salt=kv_salt(
             model.name,
             model.kv_dtype,
-            [(adapter.digest, adapter.scale) for adapter in adapters],
+            tuple((adapter.digest, adapter.scale) for adapter in adapters),
             principal.tenant,
             request.cache_salt,
         ),

@@ -72,10 +72,10 @@ def test_idle_adapters_are_those_without_requests():
     """An adapter that is held, and on its way or failed, is none of it."""
     cache = cache_with((10, 1), (10, 1))
     cache.pin(0)
-    cache.want(1)
+    cache.want((1,))
     to_device(cache, 1)
     assert not cache.has_idle
-    cache.unwant(1)
+    cache.unwant((1,))
     assert cache.has_idle
     cache.expire(0, SECOND)
     cache.expire(SECOND, SECOND)
@@ -143,7 +143,7 @@ class TestHostTier:
 
     def test_a_wanted_adapter_leaves_only_for_the_next_in_line(self):
         cache = cache_with((60, 1), (60, 1))
-        cache.want(0)
+        cache.want((0,))
         load(cache, 0)
         assert cache.begin_load(1, 0) is None
         assert cache.begin_load(1, 0, may_evict_wanted=True) == (0,)
@@ -151,7 +151,7 @@ class TestHostTier:
     def test_nothing_is_evicted_if_it_does_not_suffice(self):
         cache = cache_with((40, 1), (40, 1), (100, 1))
         load(cache, 0)
-        cache.want(1)
+        cache.want((1,))
         load(cache, 1)
         assert cache.begin_load(2, 0) is None
         assert cache.residency(0) is Residency.HOST
@@ -192,7 +192,7 @@ class TestDeviceTier:
 
     def test_wanted_adapters_leave_after_idle_ones(self):
         cache = cache_with((10, 1), (10, 3), (10, 3), (10, 4))
-        cache.want(0)
+        cache.want((0,))
         to_device(cache, 0)
         to_device(cache, 1)
         to_device(cache, 2)
@@ -200,7 +200,7 @@ class TestDeviceTier:
         assert cache.residency(1) is Residency.HOST
         load(cache, 3)
         assert cache.begin_copy(3) is None
-        cache.unwant(0)
+        cache.unwant((0,))
         assert cache.begin_copy(3) is not None
 
     def test_nothing_is_evicted_if_it_does_not_suffice(self):
@@ -310,9 +310,9 @@ class TestForget:
 
     def test_is_refused_while_it_is_in_use(self):
         cache = cache_with((10, 1))
-        cache.want(0)
+        cache.want((0,))
         assert cache.forget(0) is None
-        cache.unwant(0)
+        cache.unwant((0,))
         cache.begin_load(0, 0)
         assert cache.forget(0) is None
         cache.loaded(0)
@@ -332,7 +332,7 @@ def test_statistics():
     load(cache, 2)
     cache.register(3, 10, 1)
     for handles in [(1,), (0,), (1, 2), (1, 3), (3,)]:
-        cache.count_admission(handles)
+        cache.want(handles)
     stats = cache.stats()
     assert (stats.host_bytes_used, stats.host_bytes_total) == (70, 100)
     assert (stats.device_pages_used, stats.device_pages_total) == (3, 4)
