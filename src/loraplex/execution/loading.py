@@ -1,5 +1,7 @@
 """Loads a model folder by the operator's settings: weights first, then what memory they leave."""
 
+import contextlib
+import dataclasses
 import functools
 import logging
 from pathlib import Path
@@ -96,17 +98,22 @@ def load_parts(
     advice = MemoryAdvice(settings, spec, dtype)
     with out_of_memory_is(lambda: advice.weights(free)):
         weights = load_weights(folder, spec, kernels, form, _weights_cache(settings))
-    assembly = Assembly(
-        spec=spec,
-        parameters=weights.parameters,
-        weights_bytes=weights.num_bytes,
-        settings=settings,
-        kernels=kernels,
-        accelerator=accelerator,
-        channels=channels,
-        links=links,
-    )
-    return assemble_parts(assembly, host_adapters, vocabulary)
+    with contextlib.ExitStack() as undo:
+        if weights.storing is not None:
+            undo.callback(weights.storing.close)
+        assembly = Assembly(
+            spec=spec,
+            parameters=weights.parameters,
+            weights_bytes=weights.num_bytes,
+            settings=settings,
+            kernels=kernels,
+            accelerator=accelerator,
+            channels=channels,
+            links=links,
+        )
+        parts = assemble_parts(assembly, host_adapters, vocabulary)
+        undo.pop_all()
+    return dataclasses.replace(parts, storing=weights.storing)
 
 
 def assemble_parts(

@@ -4,6 +4,7 @@ Owns the decoder, the KV storage, the adapter pool and the sampler. What a plan 
 it means for requests, only the scheduler knows.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -71,6 +72,7 @@ class ModelRunner:
         self._host_adapters = parts.host_adapters
         self._sampler = parts.sampler
         self._links = parts.links
+        self._storing = parts.storing
         self._kernels = parts.kernels
         self._capacity = parts.capacity
         self._batch = InputBatch(
@@ -145,11 +147,10 @@ class ModelRunner:
         return self._launched.launch(step.plan.step_id, functools.partial(self._execute, step))
 
     def close(self) -> None:
-        try:
-            self._sampler.close()
-        finally:
-            if self._links is not None:
-                self._links.close()
+        with contextlib.ExitStack() as stack:  # closes the last one first
+            for part in (self._storing, self._links, self._sampler):
+                if part is not None:
+                    stack.callback(part.close)
 
     def _execute(self, step: PreparedStep) -> StepWork:
         if isinstance(step.inputs, Exception):

@@ -12,6 +12,7 @@ from loraplex.execution.steps.image_rows import ImageEncoder
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.stages import StageLinks, StageSampler
 from loraplex.execution.steps.text_inputs import TextEncoder
+from loraplex.execution.weights.background_store import BackgroundStore
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
 from loraplex.models.decoder import Decoder
@@ -41,3 +42,5 @@ class RunnerParts:
     """Encoder of texts, where capacity.longest_encoder_input is set: on each rank."""
     recorded_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, of which steps that only decode are recorded."""
+    storing: BackgroundStore | None = None
+    """Work that writes the packed weights for the next start; None: there is none."""

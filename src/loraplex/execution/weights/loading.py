@@ -6,6 +6,9 @@ one type and one precision. Where another one is wanted they are passed over, an
 of the same folder are packed.
 """
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
 import logging
 import time
@@ -18,6 +21,7 @@ import msgspec
 from loraplex.adapters.seen_files import SeenFiles, identities_of
 from loraplex.core.errors import ConfigError
 from loraplex.core.version import __version__
+from loraplex.execution.weights.background_store import BackgroundStore
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packed_file import PackedFile, PackedFileError, write_packed
 from loraplex.execution.weights.packing import (
@@ -143,8 +147,9 @@ def load_weights(
     """The weights in `folder`, packed. Raises ConfigError.
 
     Those of an engine folder are mapped from it, if it was built for this kind of machine. With a
-    cache they are mapped from its file, at the first start as well: the same pages serve every
-    process. Both are for a CPU; a device has its own memory.
+    cache they are mapped from its file. At the first start they are packed in memory, and a thread
+    writes that file meanwhile: other processes that need the same weights wait for it, and share
+    its pages. Both are for a CPU; a device has its own memory.
     """
     started = time.monotonic()
     is_cpu = form.device.type == "cpu"
@@ -169,7 +174,8 @@ def _through_cache(
     files = weight_files(folder)
     identities = identities_of(files)
     key = packed_key(checkpoint_digest(files, cache.seen), spec, kernels, form)
-    with cache.turn(key, str(folder)):
+    with contextlib.ExitStack() as turn:
+        turn.enter_context(cache.turn(key, str(folder)))
         packed = cache.open(key)
         if packed is not None:
             return _mapped(packed, spec, kernels), str(packed.path)
@@ -177,8 +183,10 @@ def _through_cache(
         if identities_of(files) != identities:
             logger.warning("%s was changed while it was read: it is not cached", folder)
             return weights, str(folder)
-        packed = cache.store(key, weights.entries, weights.summary)
-    return (weights if packed is None else _mapped(packed, spec, kernels)), str(folder)
+        # A process that waits for this turn maps the file once it is there.
+        store = functools.partial(cache.store, key, weights.entries, weights.summary)
+        storing = BackgroundStore(store, turn.pop_all())
+    return dataclasses.replace(weights, storing=storing), str(folder)
 
 
 def _mapped(packed: PackedFile, spec: ModelSpec, kernels: Kernels) -> PackedWeights:

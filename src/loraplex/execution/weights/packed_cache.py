@@ -18,6 +18,8 @@ from pathlib import Path
 
 from loraplex.adapters.seen_files import SeenFiles
 from loraplex.core.byte_sizes import enough_bytes, readable_bytes
+from loraplex.execution.weights.background_store import Pause, StoreStoppedError
+from loraplex.execution.weights.file_locks import unused
 from loraplex.execution.weights.packed_file import (
     PackedFile,
     PackedFileError,
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_FREE_BYTES = 1 << 30
 """Stays free on the disk: a cache must not be what fills it."""
+_CREATION_SECONDS = 10
 _ABANDONED_SECONDS = 24 * 3600
 _SEEN_AS = "packed weights"
 _MIB = 1 << 20
@@ -95,23 +98,26 @@ class PackedCache:
             return None
         return file
 
-    def store(self, key: str, entries: Sequence[LinearParts], summary: str) -> PackedFile | None:
-        """Write the weights of `key` and give them back mapped; None, and said, if it cannot be."""
+    def store(
+        self, key: str, entries: Sequence[LinearParts], summary: str, pause: Pause = lambda: None
+    ) -> None:
+        """Write the weights of `key`; if that cannot be, the log has the reason."""
         path = self._path(key, "weights")
         needed = packed_bytes(entries)
         started = time.monotonic()
         try:
             self._free_space(path, needed)
-            write_packed(path, key, entries, summary)
-            file = PackedFile(path, key)
-            self._remember(file)
+            write_packed(path, key, entries, summary, pause)
+            self._remember(PackedFile(path, key))
         except (OSError, PackedFileError, _TooSmallError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             logger.warning("the packed weights are not kept for the next start: %s", reason)
-            return None
-        seconds = time.monotonic() - started
-        logger.info("packed weights: %d MiB kept in %s (%.1f s)", needed // _MIB, path, seconds)
-        return file
+        except StoreStoppedError:
+            logger.info("the packed weights are not kept: the server ends before they are written")
+        else:
+            seconds = time.monotonic() - started
+            mib = needed // _MIB
+            logger.info("packed weights: %d MiB kept in %s (%.1f s)", mib, path, seconds)
 
     def check_once(self, file: PackedFile) -> None:
         """Raises PackedFileError. A file that is the very one known as good is not read.
@@ -162,15 +168,25 @@ class PackedCache:
                 yield last_use, status.st_size, path
 
     def _delete_abandoned(self) -> None:
-        """What killed writers left."""
-        oldest = time.time() - _ABANDONED_SECONDS
+        """Delete what killed writers left."""
         for path in self.folder.glob(".*.weights.*.tmp"):
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime < oldest:
+                if _is_abandoned(path):
                     path.unlink()
 
     def _path(self, key: str, kind: str) -> Path:
         return self.folder / f"{key}.{kind}"
+
+
+def _is_abandoned(unfinished: Path) -> bool:
+    """Return whether the writer of a file has ended. Raises OSError if the file is gone."""
+    age = time.time() - unfinished.stat().st_mtime
+    try:
+        with unused([unfinished]) as is_unused:
+            # A writer locks its file just after it has created it.
+            return is_unused and age > _CREATION_SECONDS
+    except OSError:  # the file system has no locks
+        return age > _ABANDONED_SECONDS
 
 
 class _TooSmallError(Exception):
@@ -181,5 +197,5 @@ def _wait_for(lock: int) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        logger.info("another process packs the same weights: waiting for it")
+        logger.info("another process packs or writes the same weights: waiting for it")
         fcntl.flock(lock, fcntl.LOCK_EX)

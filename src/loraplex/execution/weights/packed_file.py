@@ -6,18 +6,20 @@ written once, under another name, and never changed: processes that map it share
 one another and with the system's cache.
 """
 
+import contextlib
 import hashlib
 import mmap
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import torch
 
+from loraplex.adapters.durable_files import make_folder, sync_folder
 from loraplex.adapters.seen_files import FileIdentity
-from loraplex.adapters.tensor_file import write_atomically
 from loraplex.execution.weights.file_locks import use
 from loraplex.kernels.ops import LinearParts
 
@@ -25,6 +27,8 @@ _MAGIC = b"LORAPLXW"
 _HEAD_BYTES = len(_MAGIC) + 8 + 32
 _MAX_HEADER_BYTES = 256 << 20
 _ALIGNMENT = 64
+_PIECE_BYTES = 8 << 20
+_SYNCED_BYTES = 64 << 20
 _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -120,17 +124,63 @@ class PackedFile:
         return flat.view(tensor.shape)
 
 
-def write_packed(path: Path, key: str, entries: Sequence[LinearParts], summary: str = "") -> None:
-    """Write the file so that it is whole or not there. Raises OSError."""
-    digest = hashlib.sha256()
-    for piece in _payload(entries):
-        digest.update(piece)
+def write_packed(
+    path: Path,
+    key: str,
+    entries: Sequence[LinearParts],
+    summary: str = "",
+    pause: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the file so that it is whole or not there. Raises OSError, and what `pause` raises.
+
+    pause: called between pieces. Until the end the file has another name, no header, and a lock.
+    """
     described, payload_bytes = _describe(entries)
-    header = msgspec.json.encode(
-        _Header(key, summary, payload_bytes, digest.hexdigest(), described)
-    )
-    head = _MAGIC + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest() + header
-    write_atomically(path, [head, bytes(-len(head) % _ALIGNMENT), *_payload(entries)])
+
+    def head(payload_digest: str) -> bytes:
+        header = msgspec.json.encode(
+            _Header(key, summary, payload_bytes, payload_digest, described)
+        )
+        start = _MAGIC + len(header).to_bytes(8, "little") + hashlib.sha256(header).digest()
+        return start + header + bytes(-len(start + header) % _ALIGNMENT)
+
+    digest = hashlib.sha256()
+    with _new_file(path) as file:
+        file.seek(len(head(digest.hexdigest())))
+        num_unsynced = 0
+        for piece in _payload(entries):
+            pause()
+            digest.update(piece)
+            file.write(piece)
+            num_unsynced += len(piece)
+            if num_unsynced >= _SYNCED_BYTES:
+                # A long queue of dirty pages would stop every other program that writes.
+                file.flush()
+                os.fdatasync(file.fileno())
+                num_unsynced = 0
+        file.seek(0)
+        file.write(head(digest.hexdigest()))
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that is durably at the path after the block, or nowhere if that raises.
+
+    It is in use while it is open: what is not was left by a process that was killed.
+    """
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            use(file.fileno())
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def packed_bytes(entries: Sequence[LinearParts]) -> int:
@@ -159,7 +209,9 @@ def _payload(entries: Sequence[LinearParts]) -> Iterator[memoryview | bytes]:
     for entry in entries:
         for tensor in entry.tensors:
             if tensor is not None:
-                yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
+                data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+                for start in range(0, len(data), _PIECE_BYTES):
+                    yield data[start : start + _PIECE_BYTES]
                 yield bytes(-tensor.nbytes % _ALIGNMENT)
 
 

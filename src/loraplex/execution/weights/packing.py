@@ -11,6 +11,7 @@ from tqdm import tqdm
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.execution.weights.background_store import BackgroundStore
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.quantized.packable import packable, stacked_experts
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
@@ -57,6 +58,8 @@ class PackedWeights:
     """A tensor that is no linear layer is an entry without numbers."""
     summary: str = ""
     """What quantisation, or the reading of a quantised checkpoint, cost, for people; or empty."""
+    storing: BackgroundStore | None = None
+    """Work that writes them for the next start; None: they need not be written."""
 
     @property
     def num_bytes(self) -> int:

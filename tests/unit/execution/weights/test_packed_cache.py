@@ -5,9 +5,12 @@ import multiprocessing
 import os
 import re
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ from hypothesis import strategies as st
 from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights import loading as weight_loading
+from loraplex.execution.weights import packed_file
+from loraplex.execution.weights.file_locks import use
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packed_file import PackedFile
@@ -74,8 +79,12 @@ def load(
     kernels: Kernels | None = None,
     form: WeightFormat = FLOAT32,
 ) -> PackedWeights:
+    """Load the weights, and wait until they are stored."""
     kernels = kernels or ReferenceKernels(CPU)
-    return load_weights(checkpoint.folder, checkpoint.config, kernels, form, cache)
+    weights = load_weights(checkpoint.folder, checkpoint.config, kernels, form, cache)
+    if weights.storing is not None:
+        weights.storing.wait()
+    return weights
 
 
 def assert_same_bits(one: PackedWeights, other: PackedWeights) -> None:
@@ -306,6 +315,10 @@ def full_disk(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def refuse_locks(*arguments: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
 @pytest.mark.parametrize("target", ["os.fsync", "pathlib.Path.replace"])
 def test_a_full_disk_costs_the_cache_only(
     checkpoint: TinyCheckpoint,
@@ -381,15 +394,84 @@ def test_what_was_used_longest_ago_goes_first(
     assert len(list(cache.folder.glob("*.lock"))) == 2
 
 
-def test_what_a_killed_writer_left_goes_after_a_day(
-    checkpoint: TinyCheckpoint, cache: PackedCache
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_what_a_killed_writer_left_goes(
+    checkpoint: TinyCheckpoint,
+    cache: PackedCache,
+    monkeypatch: pytest.MonkeyPatch,
+    has_locks: bool,
 ) -> None:
-    old, new = (cache.folder / f".{name}.weights.123.tmp" for name in ("old", "new"))
-    for path in (old, new):
-        path.write_bytes(b"half")
-    os.utime(old, (1000, 1000))
+    ages = {"new": 0, "dead": 3600, "used": 3600, "old": 48 * 3600}
+    paths = {name: cache.folder / f".{name}.weights.123.tmp" for name in ages}
+    for name, age in ages.items():
+        paths[name].write_bytes(b"half")
+        os.utime(paths[name], (time.time() - age,) * 2)
+    with paths["used"].open("rb") as file:
+        use(file.fileno())
+        if not has_locks:
+            monkeypatch.setattr("fcntl.flock", refuse_locks)
+        load(checkpoint, cache)
+    left = [name for name, path in paths.items() if path.exists()]
+    assert left == (["new", "used"] if has_locks else ["new", "dead", "used"])
+
+
+class HaltedStore:
+    """A writer that stops in the middle of its file until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may_go_on = threading.Event(), threading.Event()
+        write = packed_file._payload
+
+        def halting(*arguments: Any) -> Iterator[memoryview | bytes]:
+            for piece in write(*arguments):
+                self.began.set()
+                assert self.may_go_on.wait(60)
+                yield piece
+
+        monkeypatch.setattr(packed_file, "_payload", halting)
+
+
+def test_weights_are_served_before_they_are_written(
+    checkpoint: TinyCheckpoint, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh, halted = load(checkpoint, None), HaltedStore(monkeypatch)
+    first = load_weights(
+        checkpoint.folder, checkpoint.config, ReferenceKernels(CPU), FLOAT32, cache
+    )
+    assert halted.began.wait(60)
+    assert_same_bits(first, fresh)
+    assert weight_files(cache) == []
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(load, checkpoint, cache)
+        halted.may_go_on.set()
+        assert_same_bits(second.result(60), fresh)
+    assert first.storing is not None
+    assert second.result().storing is None
+    assert len(weight_files(cache)) == 1
+
+
+def test_a_stop_leaves_half_a_file_nowhere(
+    checkpoint: TinyCheckpoint,
+    cache: PackedCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    packings: list[Path],
+) -> None:
+    caplog.set_level("INFO")
+    halted = HaltedStore(monkeypatch)
+    weights = load_weights(
+        checkpoint.folder, checkpoint.config, ReferenceKernels(CPU), FLOAT32, cache
+    )
+    assert weights.storing is not None
+    assert halted.began.wait(60)
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(weights.storing.close)
+        halted.may_go_on.set()
+        closed.result(60)
+    assert [path for path in cache.folder.glob("*weights*") if path.suffix != ".lock"] == []
+    assert "the server ends before they are written" in caplog.text
     load(checkpoint, cache)
-    assert (old.exists(), new.exists()) == (False, True)
+    assert len(packings) == 2
 
 
 def test_links_that_lead_nowhere_are_no_files_of_the_cache(
@@ -418,10 +500,7 @@ def test_a_waiting_process_finds_what_the_other_stored(
 def test_without_locks_several_writers_do_no_harm(
     checkpoint: TinyCheckpoint, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr("fcntl.flock", refuse_locks)
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=load, args=(checkpoint, cache)) for _ in range(3)]
     for process in processes:

@@ -123,4 +123,6 @@ def test_the_packed_cache_holds_the_head(tied: TinyCheckpoint, tmp_path: Path) -
         head, _ = KERNELS.linear_parts(weights.parameters.lm_head).tensors
         assert head is not None
         assert torch.equal(head, tied.tensors[HEAD])
+        if weights.storing is not None:
+            weights.storing.wait()
     assert len(list(cache.folder.glob("*.weights"))) == 1
