@@ -88,8 +88,7 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.Logger.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
             logger.propagate = True
-    # The garbage collector does not look through modules and tests again.
-    gc.collect()
+    # The garbage collector looks through modules and tests neither now nor later.
     gc.freeze()
 
 

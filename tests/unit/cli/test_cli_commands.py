@@ -266,10 +266,13 @@ class TestServeSaysInOneLine:
 
 
 class TestGenerate:
-    @pytest.fixture(autouse=True)
-    def _own_folders(self, tmp_path, monkeypatch):
-        for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
-            monkeypatch.setenv(variable, str(tmp_path))
+    @pytest.fixture(autouse=True, scope="class")
+    def _own_folders(self, tmp_path_factory):
+        """Each test has the same ones, so that they may share a staging worker."""
+        with pytest.MonkeyPatch.context() as patches:
+            for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+                patches.setenv(variable, str(tmp_path_factory.mktemp("user")))
+            yield
 
     def test_every_adapter_outputs(self):
         adapters = [f"--adapter={name}={path}" for name, path in ADAPTER_PATHS.items()]

@@ -133,6 +133,8 @@ def test_hidden_commands_are_not_offered():
 
 
 def test_scripts_of_shells(monkeypatch):
+    """Typer reads the variable when it builds the commands."""
+    monkeypatch.setattr("typer.testing._get_command", typer.main.get_command)
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="loraplex")
     assert "complete -o default -F" in result.output
