@@ -630,7 +630,7 @@ def _(ours, theirs, backend):
 
 async def rendered_by(service):
     try:
-        return await service.model("m").render_chat(HELLO)
+        return await service.model("m").chats.render(HELLO)
     finally:
         await service.close()
 

@@ -17,9 +17,10 @@ from loraplex.core.errors import InternalError, LoraplexError
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.kserve.errors import status_of
 from loraplex.frontends.kserve.grpc.codec import decode_request, encode_piece, encode_response
-from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
+from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.kserve.shared_memory import TenantMemory
+from loraplex.frontends.middleware import PathRouter
 from support import kserve_inputs
 from support.echo_service import EchoService
 

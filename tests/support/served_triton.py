@@ -8,10 +8,11 @@ from anyio.from_thread import start_blocking_portal
 
 from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.kserve.grpc.server import GrpcServer
-from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
+from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.middleware import PathRouter
 from loraplex.serving.backend import Backend
 from support.served import serving
 

@@ -3,7 +3,7 @@
 A name or a task id means a version, a version has a digest; older versions are kept. This module
 has the rules; database.py keeps the results. It opens no user's file and holds no tensor.
 
-Lookups (resolve, find, list, aliases, is_missing, check_free) never touch the disk. Each change is
+Lookups (resolve, find, list, aliases, check_free) never touch the disk. Each change is
 on the disk before it is visible: one transaction, one fsync. Call changes, open, history, missing
 and collect_garbage in a thread, not on an event loop.
 """
@@ -104,7 +104,8 @@ class AdapterStore:
         self._names = self._database.names
         self.find = self._names.find
         """Return the present version, if any, even if its canonical adapter file is gone."""
-        self._missing: frozenset[str] = frozenset()
+        self.missing_digests: frozenset[str] = frozenset()
+        """Digests whose canonical adapter file was missing at the last check."""
         self._look_for_files()
 
     @classmethod
@@ -194,7 +195,7 @@ class AdapterStore:
             if present is not None and is_unchanged:
                 kept = {name: getattr(version, name) for name in _OF_LOAD}
                 version = dataclasses.replace(present, **kept)
-            if version != present or version.digest in self._missing:
+            if version != present or version.digest in self.missing_digests:
                 self._write(version)
             return Registration(version, is_unchanged)
 
@@ -230,7 +231,7 @@ class AdapterStore:
         adapter file is gone.
         """
         version = self._names.resolve(ref)
-        if version.digest in self._missing:
+        if version.digest in self.missing_digests:
             raise _file_is_gone(version)
         return version
 
@@ -325,10 +326,6 @@ class AdapterStore:
         """Return the adapter's name by alias."""
         return self._names.aliases((model, tenant))
 
-    def is_missing(self, version: AdapterVersion) -> bool:
-        """Whether its canonical adapter file was missing at the last check."""
-        return version.digest in self._missing
-
     def missing(self) -> Sequence[AdapterVersion]:
         """Check the file of every present version; return the versions without one, of all tenants.
 
@@ -393,7 +390,7 @@ class AdapterStore:
 
     def _look_for_files(self) -> Sequence[AdapterVersion]:
         missing = [version for version in self._names.versions() if not self._has_file(version)]
-        self._missing = frozenset(version.digest for version in missing)
+        self.missing_digests = frozenset(version.digest for version in missing)
         return missing
 
     def _has_file(self, version: AdapterVersion) -> bool:
@@ -419,7 +416,7 @@ class AdapterStore:
             self._database.trim(version, MAX_HISTORY)
             for alias in free:
                 self._database.put_alias(owner, alias, name)
-        self._missing -= {version.digest}
+        self.missing_digests -= {version.digest}
 
     def _version_before(self, present: AdapterVersion) -> AdapterVersion:
         """Return the previous version; of a restored version, the one before its original."""

@@ -62,7 +62,7 @@ def _check_start_token(backend: Backend, model: str, token: str) -> None:
 async def _try_template(backend: Backend, model: str) -> None:
     """Log a fault of the chat template at the start; completions are served in any case."""
     try:
-        await backend.model(model).render_chat(
+        await backend.model(model).chats.render(
             [{"role": "user", "content": "Hello"}], omits_absent=True
         )
     except InvalidRequestError as error:

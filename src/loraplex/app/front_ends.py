@@ -21,7 +21,7 @@ from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.metrics_config import read_metrics_config
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.access import Authenticate, noting_tenant
+from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
@@ -78,7 +78,7 @@ async def front_ends(
             "that processes could share: leave it at 1, and add replicas"
         )
     keys = api_keys(settings, given_keys)
-    authenticate, has_keys = noting_tenant(authenticate_by(keys)), keys is not None
+    authenticate, has_keys = authenticate_by(keys), keys is not None
     metrics = RequestMetrics(config.models)
     async with contextlib.AsyncExitStack() as stack:
         reporting = stack.enter_context(reporting_requests(settings))

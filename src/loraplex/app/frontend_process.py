@@ -40,7 +40,7 @@ from loraplex.app.serving_process import run_on_event_loop
 from loraplex.app.tls import certificates
 from loraplex.core.errors import LoraplexError, NotReadyError
 from loraplex.core.process_group import leave_group
-from loraplex.frontends.access import Authenticate, noting_tenant
+from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.openai.app import text_routes
@@ -228,7 +228,7 @@ class FrontendProcess:
         """Serve until the owner ends it, or has ended."""
         start, settings = self._start, self._settings
         self._keys = api_keys(settings, start.given_keys, start.keys_variable)
-        authenticate = noting_tenant(authenticate_by(self._keys))
+        authenticate = authenticate_by(self._keys)
         forwarder = Forwarder(start.http_path, settings.dialect)
         async with contextlib.AsyncExitStack() as stack:
             self._reporting = stack.enter_context(reporting_requests(settings))

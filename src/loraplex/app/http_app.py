@@ -19,9 +19,9 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate
 from loraplex.frontends.body_limits import BodyMemory, JsonLimits
 from loraplex.frontends.console import routes as console
-from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
+from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.middleware import RecordedRoute, RequestMiddleware
+from loraplex.frontends.middleware import PathRouter, RecordedRoute, RequestMiddleware
 from loraplex.frontends.openai.app import (
     openai_fallback_routes,
     openai_routes,

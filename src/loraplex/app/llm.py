@@ -336,7 +336,7 @@ class LLM:
         self, chat: Chat, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         model = self._service.model(self._model)
-        text = await model.render_chat(chat, tools=tools)
+        text = await model.chats.render(chat, tools=tools)
         return model.tokenize(text, add_special_tokens=False)
 
     def _request(

@@ -198,11 +198,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def num_returned(self) -> int:
-        """Number of sequences that the engine outputs: for beam search the n hypotheses."""
-        return self.n if self.beam is not None else self.num_sequences
-
-    @property
     def is_greedy(self) -> bool:
         return self.temperature < 1e-5 or self.top_k == 1
 

@@ -5,6 +5,7 @@ signal stopped does neither, so its client looks at it while it waits.
 """
 
 import asyncio
+import dataclasses
 import signal
 from collections.abc import Coroutine
 from pathlib import Path
@@ -22,12 +23,12 @@ class ProcessStopped(Exception):
     """A process was stopped by a signal while a reply was awaited. It has to be killed."""
 
 
+@dataclasses.dataclass(slots=True)
 class StopWatch:
     """Watch of one process during one call."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._num_stopped = 0
+    _pid: int
+    _num_stopped: int = 0
 
     def look(self) -> None:
         """Raise ProcessStopped if this look and those before it found the process stopped.

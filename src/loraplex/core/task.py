@@ -35,17 +35,14 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
 
     @property
     def num_returned(self) -> int:
-        """Number of sequences that the engine outputs."""
-        return self.sampling.num_returned
+        """Number of sequences that the engine outputs: for beam search the n hypotheses."""
+        sampling = self.sampling
+        return sampling.n if sampling.beam is not None else sampling.num_sequences
 
     @property
     def is_search(self) -> bool:
         """Whether the output comes whole, at the end of a beam search."""
         return self.sampling.beam is not None
-
-    def validate(self) -> None:
-        """Raise InvalidParameterError for a value out of its range."""
-        self.sampling.validate()
 
 
 class PoolKind(enum.StrEnum):

@@ -36,11 +36,13 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 def principal_of(scope: Scope, authenticate: Authenticate) -> Principal:
     """Return the client's principal, which is found once and kept in the ASGI scope.
 
-    Raises UnauthenticatedError.
+    The current request records its tenant. Raises UnauthenticatedError.
     """
     principal: Principal | None = scope.get(_PRINCIPAL)
     if principal is None:
         principal = scope[_PRINCIPAL] = authenticate(headers_of(scope))
+        if (request := current_request()) is not None:
+            request.tenant = principal.tenant
     return principal
 
 
@@ -76,15 +78,3 @@ def by_api_key(keys: ApiKeys) -> Authenticate:
         return keys.principal(key.strip())
 
     return authenticate
-
-
-def noting_tenant(authenticate: Authenticate) -> Authenticate:
-    """Wrap authenticate so that the current request records its tenant."""
-
-    def authenticated(headers: Mapping[str, str]) -> Principal:
-        principal = authenticate(headers)
-        if (request := current_request()) is not None:
-            request.tenant = principal.tenant
-        return principal
-
-    return authenticated

@@ -4,6 +4,7 @@ A few bytes may become a large object, and take long to parse.
 """
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -140,14 +141,14 @@ class BodyMemory(TenantBytes):
         return BodyLease(self)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class BodyLease:
     """Bytes of one body, until it is released. They count for the tenant that sends them."""
 
-    def __init__(self, memory: BodyMemory) -> None:
-        self._memory = memory
-        self._tenant: str | None = None
-        self._num_free = SMALL_BYTES
-        self._num_bytes = 0
+    _memory: BodyMemory
+    _tenant: str | None = None
+    _num_free: int = SMALL_BYTES
+    _num_bytes: int = 0
 
     def take(self, num_bytes: int) -> None:
         """Count bytes that have arrived. Raises NotReadyError if there are too many."""

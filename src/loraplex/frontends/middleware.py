@@ -6,10 +6,11 @@ forgets to, it is still not open.
 """
 
 import asyncio
+import dataclasses
 import functools
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -46,6 +47,11 @@ _PORT = re.compile(r":[0-9]*\Z")
 _SENT_UNASKED = ("", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 """Source: the CORS-safelisted values of Content-Type in WHATWG's Fetch standard."""
 _MAX_ORIGIN = 200
+
+_NOT_FOUND = Response(status_code=404)
+_ANY = ""
+_MAX_KEPT = 256
+"""Paths, each as long as a request line may be."""
 
 
 class RequestMiddleware:
@@ -98,40 +104,25 @@ class RequestMiddleware:
             request.end(status)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Response:
     """Response being sent: adds the headers that every response has, and keeps the status.
 
     Its length counts, unless its request has reserved memory for it.
     """
 
-    __slots__ = (
-        *("_is_draining", "_is_refused", "_lease", "_num_bytes", "_receive", "_refuse"),
-        *("_request", "_responses", "_scope", "_send", "_tenant", "status"),
-    )
-
-    def __init__(
-        self,
-        responses: ResponseMemory,
-        refuse: Refuse,
-        is_draining: Callable[[], bool],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        request: WireRequest,
-        lease: BodyLease,
-    ) -> None:
-        self._responses = responses
-        self._refuse = refuse
-        self._is_draining = is_draining
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._request = request
-        self._lease = lease
-        self._num_bytes = 0
-        self._tenant = ""
-        self._is_refused = False
-        self.status = ""
+    _responses: ResponseMemory
+    _refuse: Refuse
+    _is_draining: Callable[[], bool]
+    _scope: Scope
+    _receive: Receive
+    _send: Send
+    _request: WireRequest
+    _lease: BodyLease
+    _num_bytes: int = 0
+    _tenant: str = ""
+    _is_refused: bool = False
+    status: str = ""
 
     async def receive(self) -> Message:
         """Receive a part of the request's body, and count it."""
@@ -314,3 +305,43 @@ class RecordedRoute(Route):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, found = super().matches(scope)
         return match, {**found, "route": self} if match is not Match.NONE else found
+
+
+class PathRouter:
+    """An ASGI application: of the routes, in their order, the first whose pattern a path has.
+
+    Other paths are passed to another application: finding a route there takes as long as a request
+    here. Most patterns end with a word. A path is held against those that end as it does, and
+    against those whose end may be anything. Recent lookups are cached: clients use few paths.
+    """
+
+    def __init__(self, routes: Sequence[Route], others: ASGIApp = _NOT_FOUND) -> None:
+        self._others = others
+        ends = [(_last_part(route.path), route) for route in routes]
+        self._by_end = {
+            word: tuple(route for end, route in ends if end in (word, _ANY)) for word, _ in ends
+        }
+        self._with_any_end = self._by_end.get(_ANY, ())
+        self._found = functools.lru_cache(_MAX_KEPT)(self._find)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        path = scope.get("path", "")
+        found = self._found(path) if path.startswith("/v2") and scope["type"] == "http" else None
+        if found is None:
+            return self._others(scope, receive, send)
+        scope["route"], scope["path_params"] = found
+        return found[0].app(scope, receive, send)
+
+    def _find(self, path: str) -> tuple[Route, Mapping[str, str]] | None:
+        """The route and the path's parameters, which must not be changed."""
+        for route in self._by_end.get(path.rpartition("/")[2], self._with_any_end):
+            match = route.path_regex.match(path)
+            if match is not None:
+                return route, match.groupdict()
+        return None
+
+
+def _last_part(pattern: str) -> str:
+    """The last part of a route's pattern; _ANY if a parameter is in it."""
+    last = pattern.rpartition("/")[2]
+    return _ANY if "{" in last else last

@@ -21,6 +21,8 @@ from loraplex.memory.eviction import (
     NewEvictionPolicy,
 )
 
+_ON_HOST = {Residency.DEVICE, Residency.COPYING, Residency.HOST}
+
 
 class AdapterCache:
     """One table of adapters over two tiers.
@@ -195,8 +197,15 @@ class AdapterCache:
             entry.idle_since_ns = None
             self._orders.used(handle)
             self._orders.settle(entry)
-        if handles:
-            self._counts.admission({self._entries[handle].residency for handle in handles})
+        found = {self._entries[handle].residency for handle in handles}
+        if found == {Residency.DEVICE}:
+            self._counts.device_hits += 1
+        elif found:
+            self._counts.device_misses += 1
+            if found <= _ON_HOST:
+                self._counts.host_hits += 1
+            else:
+                self._counts.host_misses += 1
 
     def unwant(self, handles: Iterable[AdapterHandle]) -> None:
         """Undo one `want`: a request that needed the adapters ended."""

@@ -5,7 +5,7 @@ import dataclasses
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from loraplex.core.adapter import AdapterHandle, Residency
@@ -284,17 +284,6 @@ class AdapterCounts:
     device_evictions: int = 0
     read_times: Durations = _NONE_YET
     copy_times: Durations = _NONE_YET
-
-    def admission(self, found: Collection[Residency]) -> None:
-        """Count a new request whose adapters were at `found`."""
-        if all(where is Residency.DEVICE for where in found):
-            self.device_hits += 1
-            return
-        self.device_misses += 1
-        if all(where in _ON_HOST for where in found):
-            self.host_hits += 1
-        else:
-            self.host_misses += 1
 
 
 class AdapterOrders:

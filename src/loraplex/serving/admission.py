@@ -67,7 +67,8 @@ def check_request(request: GenerateRequest) -> None:
     """Check the values of a request that depend on no model. Raises RequestErrors."""
     if request.prompt == "":
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
-    request.task.validate()
+    task = request.task
+    (task.sampling if isinstance(task, Generate) else task).validate()
     check_adapters(request.adapters)
     if type(request.priority) is not int or abs(request.priority) > _MAX_PRIORITY:
         # An engine compares it with that of others.

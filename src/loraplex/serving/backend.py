@@ -84,13 +84,10 @@ class Health(msgspec.Struct, frozen=True):
     """Why it is not ready."""
 
 
-class TextModel(Protocol):
-    """A base model's texts: what generation needs of it, in every front-end process."""
+class Chats(Protocol):
+    """Chat template of a base model."""
 
-    @property
-    def card(self) -> ModelCard: ...
-
-    async def render_chat(
+    async def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -108,6 +105,16 @@ class TextModel(Protocol):
         Raises InvalidRequestError if the model has no chat template or the template refuses.
         """
         ...
+
+
+class TextModel(Protocol):
+    """A base model's texts: what generation needs of it, in every front-end process."""
+
+    @property
+    def card(self) -> ModelCard: ...
+
+    @property
+    def chats(self) -> Chats: ...
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 

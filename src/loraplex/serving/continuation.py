@@ -180,6 +180,9 @@ _current: contextvars.ContextVar[Continuation | None] = contextvars.ContextVar(
     "continuation", default=None
 )
 
+current_continuation = _current.get
+"""Return the record of the response for which the caller works; None if none is kept."""
+
 
 @contextlib.contextmanager
 def continuing(continuation: Continuation) -> Iterator[None]:
@@ -189,16 +192,6 @@ def continuing(continuation: Continuation) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
-
-
-def submitted(
-    request: EngineRequest, submit: Callable[[EngineRequest], EngineOutputs]
-) -> tuple[EngineRequest, EngineOutputs]:
-    """Submit an admitted request, or what a former server left of it; see Continuation.begin."""
-    continuation = _current.get()
-    if continuation is None:
-        return request, submit(request)
-    return continuation.begin(request, submit)
 
 
 def response_seed() -> int:

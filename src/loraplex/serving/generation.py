@@ -87,7 +87,7 @@ class Generation(_Outputs):
                 engine_request.sampling,
                 request.shown_special_ids,
             )
-            for _ in range(engine_request.sampling.num_returned)
+            for _ in range(engine_request.task.num_returned)
         ]
         self._best_of = _best_of(request.sampling)
         self._prompt_logprobs: PromptLogprobs | None = None

@@ -149,9 +149,6 @@ class LocalTexts:
             param="prompt",
         )
 
-    async def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        return await self.chats.render(messages, **options)
-
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._encode(text, add_special_tokens, _MAX_CUT_EXCESS)
 

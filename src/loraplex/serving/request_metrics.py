@@ -18,7 +18,7 @@ from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.task import Generate
 from loraplex.serving.access.tenant_limits import Endable
-from loraplex.serving.wire_request import GenerationRecord, begin_generation
+from loraplex.serving.wire_request import GenerationRecord, current_request
 
 MAX_LABELS = 100
 """Maximum number of adapters, and of tenants, that are labels of their own."""
@@ -129,8 +129,14 @@ class RequestMetrics:
     def admission(
         self, request: GenerateRequest, principal: Principal
     ) -> Iterator[GenerationRecord]:
-        """Begin the record of a request that is admitted inside, and count its refusal."""
-        record = begin_generation(request, principal.tenant, self._clock.now_ns())
+        """Begin the record of a request that is admitted inside, and count its refusal.
+
+        It is a record of the current request of a client, if there is one.
+        """
+        record = GenerationRecord(request, principal.tenant, self._clock.now_ns())
+        if (current := current_request()) is not None:
+            current.tenant = current.tenant or principal.tenant
+            current.generations.append(record)
         try:
             yield record
         except LoraplexError as error:

@@ -6,11 +6,12 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from loraplex.adapters.base_check import check_targets
+from loraplex.adapters.formats.peft_ends import EndTokens
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import AdapterStore, AdapterVersion
@@ -45,8 +46,15 @@ from loraplex.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 _NONE_YET = Durations()
-_MAX_END_TEXTS: Final = 1024
-"""Texts of end tokens whose ids are remembered."""
+_MAX_ENDS: Final = 1024
+"""End tokens of adapters whose ids are remembered."""
+
+
+class KnownEnds(NamedTuple):
+    """Ids of an adapter's end tokens, and those that the model does not have."""
+
+    ids: tuple[int, ...]
+    unknown: tuple[int | str, ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -64,12 +72,12 @@ class ServedModel(LocalTexts):
     """What shares the capacity of its engine."""
     takes_adapters: bool = dataclasses.field(init=False)
     _stage_times: dict[str, Durations] = dataclasses.field(default_factory=dict)
-    _id_of_text: Callable[[str], int | None] = dataclasses.field(init=False)
+    _known_ends: Callable[[EndTokens], KnownEnds] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         # Each request with an adapter needs the ids of its end tokens.
-        find = functools.partial(_id_of_text, self.tokenizer)
-        self._id_of_text = functools.lru_cache(_MAX_END_TEXTS)(find)
+        find = functools.partial(_known_ends, self.tokenizer, self.card.vocab_size)
+        self._known_ends = functools.lru_cache(_MAX_ENDS)(find)
         self.share_kind = self.config.share_kind
         self.takes_adapters = self.shapes.is_adaptable
         self.grammars = Grammars(self.tokenizer, self.config.grammar_limits)
@@ -124,30 +132,19 @@ class ServedModel(LocalTexts):
         """
         if self.config.tokenizer_config.get("eos_token") is not None:
             return self.eos_token_ids
-        own = (self._known_ends(version.staged)[0] for version, scale in chosen if scale)
+        own = (
+            self._known_ends(version.staged.end_tokens).ids for version, scale in chosen if scale
+        )
         return tuple(dict.fromkeys(itertools.chain(self.eos_token_ids, *own)))
 
     def with_end_warnings(self, staged: StagedAdapter) -> StagedAdapter:
         """Return an adapter with a warning about each end token that the model lacks."""
-        _, unknown = self._known_ends(staged)
+        unknown = self._known_ends(staged.end_tokens).unknown
         warnings = (
             f"its end token {end!r} is none of the model's: outputs do not end there"
             for end in unknown
         )
         return msgspec.structs.replace(staged, warnings=(*staged.warnings, *warnings))
-
-    def _known_ends(self, staged: StagedAdapter) -> tuple[list[int], list[int | str]]:
-        """Return the ids of an adapter's end tokens, and those that the model does not have."""
-        known: list[int] = []
-        unknown: list[int | str] = []
-        ends: tuple[int | str, ...] = (*staged.end_tokens.texts, *staged.end_tokens.ids)
-        for end in ends:
-            token_id = self._id_of_text(end) if isinstance(end, str) else end
-            if token_id is not None and 0 <= token_id < self.card.vocab_size:
-                known.append(token_id)
-            else:
-                unknown.append(end)
-        return known, unknown
 
     def check_stored(self) -> None:
         """Find what was stored for another base of this name, or for larger limits."""
@@ -168,7 +165,7 @@ class ServedModel(LocalTexts):
         """Whether a request would be refused for it."""
         if self.discovered.of(version.tenant, version.name) is not None:
             return AdapterState.UNVALIDATED
-        if self.store.is_missing(version):
+        if version.digest in self.store.missing_digests:
             return AdapterState.MISSING
         return AdapterState.UNFIT if version.digest in self.unfit else AdapterState.READY
 
@@ -260,10 +257,16 @@ def check_fits_tiers(source: AdapterSource, config: ModelConfig, capacity: Capac
         )
 
 
-def _id_of_text(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the token with a text; None if it is several tokens."""
-    token_ids = tokenizer.encode(text, False)
-    return token_ids[0] if len(token_ids) == 1 else None
+def _known_ends(tokenizer: Tokenizer, vocab_size: int, ends: EndTokens) -> KnownEnds:
+    """Find an adapter's end tokens among the model's. A text of several tokens is none."""
+    token_ids = {text: tokenizer.encode(text, False) for text in ends.texts}
+    ids = {text: run[0] for text, run in token_ids.items() if len(run) == 1}
+    given: tuple[int | str, ...] = (*ends.texts, *ends.ids)
+    found = [(end, ids.get(end, -1) if isinstance(end, str) else end) for end in given]
+    return KnownEnds(
+        tuple(token_id for _, token_id in found if 0 <= token_id < vocab_size),
+        tuple(end for end, token_id in found if not 0 <= token_id < vocab_size),
+    )
 
 
 def _cannot_be_served(version: AdapterVersion, error: LoraplexError) -> LoraplexError:

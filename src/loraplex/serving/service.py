@@ -52,7 +52,7 @@ from loraplex.serving.adapters.upkeep import CatalogUpkeep
 from loraplex.serving.admission import admit, check_request, compose, share_weight
 from loraplex.serving.backend import Health, ModelCard, vector_of
 from loraplex.serving.catalog import ModelCatalog, pin_on_device
-from loraplex.serving.continuation import submitted
+from loraplex.serving.continuation import current_continuation
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.in_flight_request import EngineOutputs
@@ -292,7 +292,11 @@ class Service:
                 labels=frozenset(version.label for version, _ in chosen),
                 batch=request.batch,
             )
-            engine_request, stream = submitted(engine_request, submit)
+            stream: EngineOutputs
+            if (continuation := current_continuation()) is None:
+                stream = submit(engine_request)
+            else:
+                engine_request, stream = continuation.begin(engine_request, submit)
             return AdmittedRequest(engine_request, adapters, stream, model.engine, lease)
 
     async def _chosen(

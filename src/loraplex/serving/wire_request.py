@@ -219,12 +219,3 @@ def note_request_id(request_id: str) -> None:
     """The current request has an id in its body, which holds instead of ours."""
     if (request := current_request()) is not None:
         request.request_id = request_id
-
-
-def begin_generation(request: GenerateRequest, tenant: str, now_ns: int) -> GenerationRecord:
-    """A record for one prompt, which is the current request's if there is one."""
-    record = GenerationRecord(request, tenant, now_ns)
-    if (current := current_request()) is not None:
-        current.tenant = current.tenant or tenant
-        current.generations.append(record)
-    return record

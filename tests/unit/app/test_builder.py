@@ -102,7 +102,7 @@ def test_max_model_len(build):
 
 async def rendered(service: Service) -> str:
     try:
-        return await service.model("m").render_chat(HELLO)
+        return await service.model("m").chats.render(HELLO)
     finally:
         await service.close()
 

@@ -79,8 +79,5 @@ def test_pools_that_are_refused(values, param):
     assert repr(values[param]) in str(refused.value)
 
 
-def test_a_task_of_parameters_out_of_range():
-    Generate().validate()
+def test_a_pool_of_parameters_in_their_ranges():
     Pool(dimensions=1).validate()
-    with pytest.raises(InvalidParameterError):
-        Generate(SamplingParams(top_p=2.0)).validate()

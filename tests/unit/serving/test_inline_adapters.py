@@ -180,7 +180,7 @@ async def test_a_file_that_is_gone_comes_back(
     await add("other", 6, digest="d2")
     with monkeypatch.context() as patch:
         patch.setattr(model.store, "resolve", gone)
-        patch.setattr(model.store, "is_missing", lambda version: version.digest == "d1")
+        patch.setattr(model.store, "missing_digests", frozenset({"d1"}))
         key = await add("zh", task_id, digest="d1")
     assert known() == {"zh": (5, "d1", 1), "6": (6, "d2", 1)}
     assert resolve(model, key).path == "a request's lora_weights", "it was registered again"

@@ -615,9 +615,9 @@ class TestAsides:
 
     async def test_chat(self, service):
         messages = [{"role": "user", "content": "Capital of France?"}]
-        rendered = await service.model("a").render_chat(messages)
+        rendered = await service.model("a").chats.render(messages)
         assert "Capital of France?" in rendered
-        shorter = await service.model("a").render_chat(messages, add_generation_prompt=False)
+        shorter = await service.model("a").chats.render(messages, add_generation_prompt=False)
         assert len(shorter) <= len(rendered)
 
     async def test_steps_and_stats(self, service):

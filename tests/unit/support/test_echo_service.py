@@ -189,7 +189,7 @@ def test_tokenizer_round_trip_and_special_tokens():
 
 
 async def test_chat_prompt():
-    render = EchoService().model("echo").render_chat
+    render = EchoService().model("echo").chats.render
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     assert await render(messages) == "<s>system: be kind\nuser: hi\nassistant: "
     with pytest.raises(InvalidRequestError, match="wizard"):

@@ -90,7 +90,7 @@ class ApiDialect:
         return await context.target(body.model, principal)
 
     def rendering(self, body: ChatBody) -> dict[str, Any]:
-        """Arguments of Backend.render_chat that go before those of the route."""
+        """Arguments of Chats.render that go before those of the route."""
         shows = body.include_json_schema_in_prompt
         arguments: dict[str, Any] = {}
         if body.reasoning_effort is not None:

@@ -50,6 +50,7 @@ from loraplex.serving.text.chat_format import (
     completion_grammar,
 )
 from loraplex.serving.text.chat_messages import with_calls_as_text, with_tools_described
+from loraplex.serving.text.tool_calls.formats import FORMATS
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SEQUENCES = 4096
@@ -157,7 +158,7 @@ def conversation(
     """A template without tools gets them in the messages, and earlier calls, too."""
     given: Sequence[Mapping[str, Any]] = chat_messages(messages)
     if not chat_format.writes_calls:
-        given = with_calls_as_text(given, chat_format.call_format.syntax)
+        given = with_calls_as_text(given, FORMATS[chat_format.tool_calls].syntax)
     if not tools or chat_format.knows_tools:
         return Conversation(given, tools or None)
     is_generic = chat_format.tool_calls == UNKNOWN_FORMAT.tool_calls
@@ -381,14 +382,14 @@ async def rendered_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] = _NOTHING,
 ) -> str:
-    """The prompt text. arguments: of Backend.render_chat, where they win over what is said here.
+    """The prompt text. arguments: of Chats.render, where they win over what is said here.
 
     Raises a RequestError for messages that cannot be shown, or that the template refuses.
     """
     show = functools.partial(conversation, messages, tools, card.chat)
     is_long = is_longer((messages, tools, arguments), _INLINE_SIZE)
     shown = await asyncio.to_thread(show) if is_long else show()
-    return await backend.model(card.name).render_chat(
+    return await backend.model(card.name).chats.render(
         shown.messages, **{"tools": shown.tools, **arguments}
     )
 

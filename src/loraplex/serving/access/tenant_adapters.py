@@ -167,7 +167,7 @@ class TenantAdapters:
             raise PermissionDeniedError(
                 f"tenant {self.principal.tenant!r} may not use adapter {listed.name!r}"
             )
-        if not self._store.is_missing(version):
+        if version.digest not in self._store.missing_digests:
             return version
         if self.owns(version):
             return self._store.resolve(AdapterRef(self._model, version.tenant, key))

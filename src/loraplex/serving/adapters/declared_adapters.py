@@ -466,7 +466,7 @@ class DeclaredAdapters:
             present is not None
             and bool(wanted.digest)
             and present.digest == wanted.digest
-            and not model.store.is_missing(present)
+            and present.digest not in model.store.missing_digests
         )
         if present is not None and is_known:
             return present.staged

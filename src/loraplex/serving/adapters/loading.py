@@ -260,7 +260,7 @@ class CatalogLoader:
             return False
         staged = await self._stage_again(model, version, reads_again=True)
         is_same = staged.source.digest == version.digest
-        if not is_same or model.store.is_missing(version):
+        if not is_same or version.digest in model.store.missing_digests:
             check_fits_tiers(staged.source, model.config, model.engine.capacity)
             await self._register_again(model, version, staged)
         return not is_same

@@ -131,7 +131,8 @@ class Sandbox:
             spares = self._idle.copy()
         try:
             for spare in spares:
-                spare.prepare()
+                if not spare.is_running:
+                    spare.prepare()
             return process.run(task)
         finally:
             if not process.is_running:
@@ -185,7 +186,7 @@ class SandboxProcess:
     def is_running(self) -> bool:
         """Whether there is a process: the next task does not wait for its start."""
         process = self._process
-        return process is not None and process.returncode is None
+        return process is not None and process.poll() is None
 
     def prepare(self) -> None:
         """Start the process if there is none and no task starts it. A failure is the next task's.
@@ -195,7 +196,7 @@ class SandboxProcess:
         if self._in_use.acquire(blocking=False):
             try:
                 with contextlib.suppress(InternalError):
-                    self._running()
+                    self._ready(waits=False)
             finally:
                 self._in_use.release()
 
@@ -217,11 +218,19 @@ class SandboxProcess:
             with self._in_use:
                 _end(process, _EXIT_SECONDS)
 
-    def _ready(self) -> Process:
-        """Return the process, started and set up."""
-        process = self._running()
-        setup, self._unsent = self._unsent, None
-        if setup is not None:
+    def _ready(self, *, waits: bool = True) -> Process:
+        """Return the process, started if there is none; if `waits`, when it has its setup."""
+        with self._lock:
+            if self._is_closed:
+                raise InternalError("the server is closing")
+            if self._process is not None and is_stopped(self._process.pid):
+                logger.error("the process for %s was stopped: it is killed", self._kind.work)
+                _end(self._process, 0.0)
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._started()
+            process = self._process
+        if waits and self._unsent is not None:
+            setup, self._unsent = self._unsent, None
             self._reply(process, setup)
         return process
 
@@ -249,17 +258,6 @@ class SandboxProcess:
 
     def _exceeded(self, message: str) -> RequestError:
         return self._kind.error(message, param=self._kind.param)
-
-    def _running(self) -> Process:
-        with self._lock:
-            if self._is_closed:
-                raise InternalError("the server is closing")
-            if self._process is not None and is_stopped(self._process.pid):
-                logger.error("the process for %s was stopped: it is killed", self._kind.work)
-                _end(self._process, 0.0)
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._started()
-            return self._process
 
     def _started(self) -> Process:
         self._unsent = self._setup()

@@ -15,7 +15,6 @@ from loraplex.serving.text.reasoning import (
     ReasoningTags,
     tags_of_template,
 )
-from loraplex.serving.text.tool_calls.format import ToolCallFormat
 from loraplex.serving.text.tool_calls.formats import FORMATS, format_of_template
 from loraplex.serving.text.tool_calls.reader import CallReader
 from loraplex.text.tokenizer import Tokenizer
@@ -42,20 +41,12 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     special_ids: dict[str, int] = {}
     """Markers that are special tokens of the tokenizer, and so no text unless it shows them."""
 
-    @property
-    def tags(self) -> ReasoningTags | None:
-        return TAGS.get(self.reasoning)
-
-    @property
-    def call_format(self) -> ToolCallFormat:
-        return FORMATS[self.tool_calls]
-
     def shown_ids(self, *, has_tools: bool) -> tuple[int, ...]:
         """Return the special tokens that must stay in a completion's text for it to be read."""
-        tags = self.tags
+        tags = TAGS.get(self.reasoning)
         markers = (
             *(() if tags is None else tags.markers),
-            *(self.call_format.markers if has_tools else ()),
+            *(FORMATS[self.tool_calls].markers if has_tools else ()),
         )
         return tuple(sorted({self.special_ids[m] for m in markers if m in self.special_ids}))
 
@@ -71,14 +62,15 @@ def chat_format(
         tool_calls = format_of_template(template).name
     if reasoning == AUTO:
         reasoning = tags_of_template(template)
-    found = ChatFormat(
+    tags = TAGS.get(reasoning)
+    markers = (*FORMATS[tool_calls].markers, *(() if tags is None else tags.markers))
+    return ChatFormat(
         tool_calls=tool_calls,
         reasoning=reasoning,
         knows_tools=_TOOLS in template,
         writes_calls=_CALLS in template,
+        special_ids=_special_ids(markers, tokenizer),
     )
-    markers = (*found.call_format.markers, *(found.tags.markers if found.tags else ()))
-    return msgspec.structs.replace(found, special_ids=_special_ids(markers, tokenizer))
 
 
 def _special_ids(markers: tuple[str, ...], tokenizer: Tokenizer) -> dict[str, int]:
@@ -128,12 +120,12 @@ class CompletionReader:
     """Reads the text of one sequence. However it is split, the deltas add up to the same."""
 
     def __init__(self, reading: CompletionSyntax) -> None:
-        tags = reading.chat_format.tags if reading.separates_reasoning else None
+        tags = TAGS.get(reading.chat_format.reasoning) if reading.separates_reasoning else None
         self._reasoning = None if tags is None else ReasoningReader(tags, reading.prompt)
         self._includes_reasoning = reading.includes_reasoning
         self._calls: CallReader | None = None
         if reading.tool_use is not None:
-            call_format = reading.chat_format.call_format
+            call_format = FORMATS[reading.chat_format.tool_calls]
             self._calls = CallReader(reading.tool_use.tools, call_format.new_id)
             self._steps = call_format.read(self._calls)
 
@@ -215,7 +207,7 @@ def read_completion_grammar(text: str) -> CompletionGrammar:
 
 
 def _reasoning(chat_format: ChatFormat, prompt: str) -> Reasoning | None:
-    tags = chat_format.tags
+    tags = TAGS.get(chat_format.reasoning)
     if tags is None or tags.is_closed(prompt):
         return None
     return Reasoning(tags, tags.is_open(prompt))

@@ -141,12 +141,14 @@ class ChatTemplate:
                     message["role"] = "system"
         if continue_final_message:
             normal = _with_mark(normal)
+        given = template_kwargs or {}
+        _check_variables(given, {"tools": tools or (), "documents": documents or ()})
         variables = {
             **self._special_tokens,
-            **_checked_kwargs(template_kwargs or {}),
+            **given,
             "messages": normal,
-            "tools": _objects("tools", tools),
-            "documents": _objects("documents", documents),
+            "tools": None if tools is None else list(map(dict, tools)),
+            "documents": None if documents is None else list(map(dict, documents)),
             "add_generation_prompt": add_generation_prompt,
         }
         if omits_absent:
@@ -213,25 +215,22 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _checked_kwargs(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_variables(
+    kwargs: Mapping[str, Any], objects: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> None:
+    """Raise InvalidRequestError for kwargs that are not the client's to set, and no objects."""
     for name in _RESERVED:
-        if name in values:
+        if name in kwargs:
             raise InvalidRequestError(
                 f"chat_template_kwargs.{name} cannot be set: the request itself determines it",
                 param="chat_template_kwargs",
             )
-    return values
-
-
-def _objects(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[Any] | None:
-    if values is None:
-        return None
-    for index, value in enumerate(values):
-        if not isinstance(value, Mapping):
-            raise InvalidRequestError(
-                f"{name}[{index}] must be an object, not {type(value).__name__}", param=name
-            )
-    return [dict(value) for value in values]
+    for name, values in objects.items():
+        for index, value in enumerate(values):
+            if not isinstance(value, Mapping):
+                raise InvalidRequestError(
+                    f"{name}[{index}] must be an object, not {type(value).__name__}", param=name
+                )
 
 
 def _environment(

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from loraplex.frontends.kserve.http.routes import PathRouter, kserve_routes
+from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
-from loraplex.frontends.middleware import RecordedRoute
+from loraplex.frontends.middleware import PathRouter, RecordedRoute
 from support.echo_service import EchoService
 
 NAMES = ["m", "a/b", "infer", "versions/1", "m/versions/2", "stats", "a\nb", "x.y", ""]

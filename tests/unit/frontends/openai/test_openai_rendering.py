@@ -51,7 +51,7 @@ async def test_a_short_conversation_is_converted_on_the_event_loop(
     backend: EchoService, conversion: Conversion
 ) -> None:
     text = await render(backend, SHORT, arguments={"add_generation_prompt": False})
-    assert text == await backend.model("echo").render_chat(
+    assert text == await backend.model("echo").chats.render(
         [{"role": "user", "content": "hi"}], add_generation_prompt=False
     )
     assert conversion.threads == [threading.current_thread()]

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from loraplex.core.server_config import ServerConfig
-from loraplex.frontends.access import by_api_key, noting_tenant
+from loraplex.frontends.access import by_api_key
 from loraplex.serving.access.api_key_ring import ApiKeys
 from loraplex.serving.access.api_keys import new_key
 from support.described_app import described_app
@@ -22,7 +22,7 @@ async def client():
     backend = EchoService()
     backend.register("zh")
     settings = ServerConfig(recent_requests=50)
-    app = described_app(backend, noting_tenant(by_api_key(ring)), settings)
+    app = described_app(backend, by_api_key(ring), settings)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
         yield client

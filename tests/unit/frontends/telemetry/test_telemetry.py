@@ -7,16 +7,19 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from loraplex.core.errors import QueueFullError
+from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.telemetry.telemetry import Telemetry, TenantUse
+from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.wire_request import (
     as_current,
-    begin_generation,
     current_request,
     note_error,
 )
 
 REQUEST = GenerateRequest(request_id=1, model="m", prompt="x")
+BLUE = Principal("blue")
+METRICS = RequestMetrics(())
 
 
 def begun(telemetry: Telemetry, **headers):
@@ -90,12 +93,13 @@ def test_what_works_for_it_finds_it():
     request = begun(Telemetry())
     with as_current(request):
         note_error(QueueFullError("full"))
-        record = begin_generation(REQUEST, "blue", 5)
+        with METRICS.admission(REQUEST, BLUE) as record:
+            pass
     assert current_request() is None
     assert (request.tenant, request.error_code) == ("blue", "queue_full")
     assert request.generations == [record]
-    begin_generation(REQUEST, "blue", 5)
-    note_error(QueueFullError("nobody's"))
+    with METRICS.admission(REQUEST, BLUE):
+        note_error(QueueFullError("nobody's"))
     assert request.generations == [record]
 
 
@@ -103,8 +107,7 @@ def test_use_by_tenant():
     telemetry = Telemetry()
     for tokens in (3, 4):
         request = begun(telemetry)
-        with as_current(request):
-            record = begin_generation(REQUEST, "blue", 5)
+        with as_current(request), METRICS.admission(REQUEST, BLUE) as record:
             record.admitted((), 10, 6)
             record.num_output_tokens = tokens
         request.end("200")

@@ -171,6 +171,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
                     task = asyncio.current_task()
                     assert task is not None
                     principal = principal_of(metadata)
+                    request.tenant = principal.tenant
                     parts = (messages, task, unread_seconds, responses)
                     call = RpcCall(context, metadata, principal, *parts)
                     if isinstance(message, bytes):

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loraplex.core.errors import (
@@ -535,51 +534,6 @@ def _infer_response(response: InferResponse, wishes: Wishes, accepted: str) -> W
         return WholeResponse(content, b"application/json", headers)
     headers[HEADER_LENGTH] = str(json_length)
     return WholeResponse(content, b"application/octet-stream", headers)
-
-
-_ANY = ""
-_MAX_KEPT = 256
-"""Paths, each as long as a request line may be."""
-
-
-class PathRouter:
-    """An ASGI application: of the routes, in their order, the first whose pattern a path has.
-
-    Other paths are passed to another application: finding a route there takes as long as a request
-    here. Most patterns end with a word. A path is held against those that end as it does, and
-    against those whose end may be anything. Recent lookups are cached: clients use few paths.
-    """
-
-    def __init__(self, routes: Sequence[Route], others: ASGIApp = _NOT_FOUND) -> None:
-        self._others = others
-        ends = [(_end(route.path), route) for route in routes]
-        self._by_end = {
-            word: tuple(route for end, route in ends if end in (word, _ANY)) for word, _ in ends
-        }
-        self._with_any_end = self._by_end.get(_ANY, ())
-        self._found = functools.lru_cache(_MAX_KEPT)(self._find)
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        path = scope.get("path", "")
-        found = self._found(path) if path.startswith("/v2") and scope["type"] == "http" else None
-        if found is None:
-            return self._others(scope, receive, send)
-        scope["route"], scope["path_params"] = found
-        return found[0].app(scope, receive, send)
-
-    def _find(self, path: str) -> tuple[Route, Mapping[str, str]] | None:
-        """The route and the path's parameters, which must not be changed."""
-        for route in self._by_end.get(path.rpartition("/")[2], self._with_any_end):
-            match = route.path_regex.match(path)
-            if match is not None:
-                return route, match.groupdict()
-        return None
-
-
-def _end(pattern: str) -> str:
-    """The last part of a route's pattern; _ANY if a parameter is in it."""
-    last = pattern.rpartition("/")[2]
-    return _ANY if "{" in last else last
 
 
 def _natural(body: Mapping[str, Any], field: str) -> int:

@@ -275,7 +275,7 @@ def tool_changes(body: ChatBody, start_token: str) -> dict[str, Any]:
 
 
 def template_tools(body: ChatBody) -> dict[str, Any]:
-    """An argument of Backend.render_chat."""
+    """An argument of Chats.render."""
     tools = getattr(body, _TOOLS, None)
     return {} if tools is None else {"tools": tools}
 

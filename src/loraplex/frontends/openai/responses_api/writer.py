@@ -19,6 +19,7 @@ from loraplex.frontends.openai.responses_api.tools import shown_tools
 from loraplex.frontends.openai.writers import CallFields, UsageCounter, adapter_headers
 from loraplex.frontends.streams import IndexedOutput
 from loraplex.serving.text.chat_format import CompletionDelta, CompletionSyntax
+from loraplex.serving.text.reasoning import TAGS
 
 Logprobs = Sequence[TokenLogprob]
 Keep = Callable[[wire.ResponseObject], None]
@@ -43,7 +44,7 @@ class ResponsesWriter:
         self._number = itertools.count().__next__
         self._items = OutputItems(self._number)
         self._reader = reading.reader()
-        is_all_content = reading.tool_use is None and reading.chat_format.tags is None
+        is_all_content = reading.tool_use is None and reading.chat_format.reasoning not in TAGS
         self._logprobs = ContentLogprobs(texts, is_all_content=is_all_content)
         self._usage = UsageCounter(call.notes)
         self._num_reasoning_tokens = 0
