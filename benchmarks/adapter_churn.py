@@ -38,7 +38,8 @@ from comparison.churn_report import (
     table,
     write_churn,
 )
-from comparison.fixtures import RANK_8, TINY, Fixture
+from comparison.fixtures import RANK_8, Fixture
+from comparison.shapes import TINY
 from comparison.systems import Adapter
 
 from loraplex.bench.arrivals import ClosedLoop

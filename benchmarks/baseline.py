@@ -19,8 +19,9 @@ from typing import Any
 
 import step
 import transport
-from comparison.fixtures import TINY, Fixture
+from comparison.fixtures import Fixture
 from comparison.processes import cpu_seconds, process_tree, resident_bytes
+from comparison.shapes import TINY
 from results_file import write_report
 from startup import measure as measure_starts
 

@@ -27,7 +27,8 @@ from pathlib import Path
 import msgspec
 import torch
 from comparison.cases import NUM_ADAPTERS
-from comparison.fixtures import Fixture, find_shape
+from comparison.fixtures import Fixture
+from comparison.shapes import find_shape
 from step import MODULES, RANK, random_adapter
 from tqdm import tqdm
 

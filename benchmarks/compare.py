@@ -31,9 +31,16 @@ def compare(
             "measured again), with it come .json, .md and .svg."
         ),
     ],
-    model: Annotated[str, typer.Option(help="tiny (56M) or small (853M).")] = "tiny",
+    model: Annotated[
+        str,
+        typer.Option(help="tiny (56M), small (853M), qwen2.5-1.5b or llama-3.1-8b (GGUF only)."),
+    ] = "tiny",
     workloads: Annotated[
-        str, typer.Option(help="Of W1 to W6 and tax, or one of these, such as W3-8; by commas.")
+        str,
+        typer.Option(
+            help="Of W1 to W6, held and tax, or one of these, such as W3-8; by commas. "
+            "Large models have W1 to W4 in a short form, and held."
+        ),
     ] = _WORKLOADS,
     weights: Annotated[
         str,
@@ -49,6 +56,13 @@ def compare(
     only: Annotated[
         list[str] | None,
         typer.Option(help="Of all these systems only those whose name has this in it, repeatable."),
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the settings of threads of peers try only this one, by its name in reports, "
+            "repeatable."
+        ),
     ] = None,
     rounds: Annotated[
         int, typer.Option(min=1, help="Each system runs each workload so often.")
@@ -77,12 +91,14 @@ def compare(
         # They need the bench extra, and numpy takes time that `--help` need not.
         from comparison.cases import stages  # noqa: PLC0415
         from comparison.comparing import run_comparison  # noqa: PLC0415
-        from comparison.fixtures import Fixture, find_shape  # noqa: PLC0415
+        from comparison.fixtures import Fixture  # noqa: PLC0415
         from comparison.interrupts import Interrupted, run_until_signal  # noqa: PLC0415
         from comparison.journal import ComparisonSettings  # noqa: PLC0415
         from comparison.loraplex_system import LoraplexLibrary, LoraplexServer  # noqa: PLC0415
         from comparison.peers import peers  # noqa: PLC0415
         from comparison.runner import TimeLimits  # noqa: PLC0415
+        from comparison.shapes import find_shape  # noqa: PLC0415
+        from comparison.sizes import SHORT, STANDARD  # noqa: PLC0415
 
         shape = find_shape(model)
         groups = tuple(_parts(workloads))
@@ -94,12 +110,17 @@ def compare(
             num_threads=threads or os.cpu_count() or 1,
             num_many=many,
             seed=seed,
-            is_restarting=restart,
+            # The memory of a machine rarely holds a large model for every system.
+            is_restarting=restart or shape.is_large,
+            variants=tuple(variant or ()),
         )
+        sizes = SHORT if shape.is_large else STANDARD
         formats = [_weights(text) for text in _parts(weights)]
+        if not shape.has_folder_weights and any(not one.startswith(_GGUF) for one in formats):
+            raise ConfigError(f"{shape.name} exists as {_GGUF}TYPE only: --weights {_GGUF}Q4_K_M")
         others = peers(dict(_place(text) for text in peer or []), formats)
         ours = [
-            way.with_weights(each, others)
+            way.with_weights(each, others, has_gguf_files=shape.is_large)
             for each in formats
             for way in (LoraplexServer, LoraplexLibrary)
         ]
@@ -115,11 +136,12 @@ def compare(
             comparison = run_comparison(
                 wanted,
                 Fixture(shape, fixtures or cache_directory() / "bench"),
-                stages([*groups], many, seed),
+                stages(groups, many, seed, sizes),
                 settings,
                 limits=TimeLimits(run_seconds, budget_seconds),
                 progress=bar,
                 output=output,
+                sizes=sizes,
             )
             try:
                 paths = asyncio.run(run_until_signal(comparison, bar.say))

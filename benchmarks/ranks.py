@@ -19,7 +19,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from comparison.fixtures import RANK_8, Fixture, find_shape
+from comparison.fixtures import RANK_8, Fixture
+from comparison.shapes import find_shape
 from results_file import write_report
 
 from loraplex import LLM, SamplingParams

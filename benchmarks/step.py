@@ -3,19 +3,22 @@ r"""Where the time of a decoding step goes: native kernels, scheduler, and the P
     PYTHONPATH=tests python benchmarks/step.py MODEL [--batches 1 8 32] [--dtype bfloat16] \
         [--quantization int8] [--context 256] [--threads 2] [--json] [--compare BASELINE]
 
-MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures, or its GGUF file. One
-engine runs in this thread, every row with an adapter of its own (rank 8 on q, k and v), contexts of
-about 256 tokens, greedy. A prompt of as many tokens, alone, comes first. A section's time is its
-own, without that of the sections inside it, and the least of all steps: the machine is shared. What
-a C call costs before it reaches C counts as Python, and so does what torch computes.
+MODEL is a folder of a Llama, such as the fixtures of comparison.fixtures, or its GGUF file; or
+NAME:TYPE for a shape of comparison.shapes as a GGUF file of random weights, which is written once
+(--fixtures): llama-3.1-8b:Q4_K_M. One engine runs in this thread, every row with an adapter of its
+own (rank 8 on q, k and v), contexts of about 256 tokens, greedy. A prompt of as many tokens, alone,
+comes first. A section's time is its own, without that of the sections inside it, and the least of
+all steps: the machine is shared. What a C call costs before it reaches C counts as Python, and so
+does what torch computes.
 
 The floor is that of the model, not of a kernel: max(bytes of the linear layers as they are held /
 bandwidth, flops / peak) + (KV bytes + adapter bytes) / bandwidth, by the limits that
 machine_limits.py measures; of a prompt, its flops / peak, attention included. The peak is that of
 float32, which processors with products of pairs or bytes surpass.
 
-BASELINE is what --json printed before. A row whose best share of the floor is more than the
-tolerance below that of the baseline is named, and the program ends with 1.
+BASELINE is what --json printed before, or a folder, in which that of the same model, settings and
+kind of processor is looked for. A row whose best share of the floor is more than the tolerance
+below that of the baseline is named, and the program ends with 1.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import ctypes
 import dataclasses
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -33,11 +37,14 @@ from typing import Any
 
 import msgspec
 import torch
+from comparison.fixtures import Fixture
+from comparison.shapes import find_shape
 from machine_limits import MachineLimits, measure_limits
 
 from loraplex.bench.machine import this_code, this_machine
 from loraplex.core.adapter import AdapterSource, AdapterUse, LoraTarget
 from loraplex.core.clock import SystemClock
+from loraplex.core.environment import cache_directory
 from loraplex.core.request import EngineRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import SchedulerSettings
@@ -60,6 +67,8 @@ MODULES = ("q_proj", "k_proj", "v_proj")
 QUICK_SECONDS = 2.0
 """A prompt that takes less is measured again, and its least time counts."""
 NATIVE = "native"
+_SETTINGS = ("model", "dtype", "quantization", "context", "threads", "vector_bytes")
+"""What two reports must have in common to be compared."""
 
 
 class Ledger:
@@ -382,7 +391,7 @@ def slower_rows(
     tolerance: share of the baseline's speed that may be missing. Raises ValueError if the two
     measured different things.
     """
-    for name in ("model", "dtype", "quantization", "context", "threads", "vector_bytes"):
+    for name in _SETTINGS:
         now, before = _setting(report, name), _setting(baseline, name)
         if now != before:
             raise ValueError(f"the baseline has {name} {before}, this run has {now}")
@@ -398,13 +407,35 @@ def slower_rows(
     ]
 
 
+def find_baseline(folder: Path, report: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Return the newest of the reports in a folder that a run can be compared with.
+
+    Those were measured with the same settings, on a processor of the same name and vectors. Raises
+    ValueError if there is none.
+    """
+    found = []
+    for path in sorted(folder.glob("step-*.json")):
+        baseline = json.loads(path.read_bytes())
+        same = all(_setting(baseline, name) == _setting(report, name) for name in _SETTINGS)
+        if same and baseline["machine"]["cpu_model"] == report["machine"]["cpu_model"]:
+            found.append((path, baseline))
+    if not found:
+        settings = ", ".join(f"{name} {_setting(report, name)}" for name in _SETTINGS)
+        raise ValueError(
+            f"no step-*.json there is of this processor ({report['machine']['cpu_model']}) and "
+            f"these settings: {settings}; make one with --json"
+        )
+    return found[-1]
+
+
 def _setting(report: Mapping[str, Any], name: str) -> object:
     return report["limits"][name] if name == "vector_bytes" else report.get(name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", help="a folder, a GGUF file, or NAME:TYPE")
+    parser.add_argument("--fixtures", type=Path, default=cache_directory() / "bench")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
@@ -419,35 +450,47 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, metavar="BASELINE")
     parser.add_argument("--tolerance", type=float, default=0.15)
     arguments = parser.parse_args()
-    baseline = None
-    if arguments.compare is not None:
+    place, baseline = arguments.compare, None
+    if place is not None and not place.is_dir():
         try:
-            baseline = json.loads(arguments.compare.read_bytes())
+            baseline = json.loads(place.read_bytes())
         except (OSError, ValueError) as error:
-            parser.error(f"--compare {arguments.compare}: {error}")
+            parser.error(f"--compare {place}: {error}")
     report = measure(arguments)
     print(json.dumps(report, indent=2) if arguments.json else markdown(report))
-    if baseline is not None:
+    if place is not None:
         try:
+            if baseline is None:
+                place, baseline = find_baseline(place, report)
             slower = slower_rows(report, baseline, arguments.tolerance)
         except ValueError as error:
-            parser.error(f"--compare {arguments.compare}: {error}")
+            parser.error(f"--compare {place}: {error}")
         if slower:
-            raise SystemExit("slower than the baseline\n" + "\n".join(slower))
+            raise SystemExit(f"slower than the baseline {place}\n" + "\n".join(slower))
+        print(f"not slower than {place}", file=sys.stderr)
+
+
+def _model(text: str, fixtures: Path) -> tuple[Path, str]:
+    """Return the place of the model, and its name in reports. Raises ConfigError."""
+    path = Path(text)
+    name, colon, gguf_type = text.partition(":")
+    if path.exists() or not colon:
+        return path, path.name
+    return Fixture(find_shape(name), fixtures).gguf_file(gguf_type), text
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     limits = measure_limits(arguments.threads)
+    model, name = _model(arguments.model, arguments.fixtures)
     with tempfile.TemporaryDirectory() as folders:
-        model = arguments.model
         folder = gguf_folder(model, Path(folders)) if model.suffix == SUFFIX else model
         subject = make_subject(folder, arguments)
         prompt = prompt_of(subject, limits)
         rows = [row_of(subject, limits, b, arguments.steps) for b in arguments.batches]
     return {
-        "model": arguments.model.name,
+        "model": name,
         "dtype": arguments.dtype,
         "quantization": arguments.quantization,
         "context": arguments.context,

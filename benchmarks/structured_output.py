@@ -21,7 +21,8 @@ from typing import Any
 
 import msgspec
 import torch
-from comparison.fixtures import Fixture, find_shape
+from comparison.fixtures import Fixture
+from comparison.shapes import find_shape
 
 from loraplex.app.rank import vocabulary_source
 from loraplex.bench.machine import Code, Machine, machine_lines, this_code, this_machine

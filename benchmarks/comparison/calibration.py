@@ -7,7 +7,7 @@ largest geometric mean of both medians. A system with one variant is not tried.
 import asyncio
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from comparison.cases import Stage
 from comparison.fleet import Fleet
 from comparison.journal import Calibrated, Journal
+from comparison.sizes import STANDARD, Sizes
 from comparison.systems import Running, Setup, System, run_load
 from loraplex.bench.arrivals import Burst
 from loraplex.bench.popularity import BaseOnly
@@ -23,7 +24,6 @@ from loraplex.core.errors import LoraplexError
 
 STAGE = Stage(name="calibration", num_adapters=0, num_resident=8, max_lora_rank=8, cases=())
 _NUM_STREAMS = {"W1": 1, "W2-8": 8}
-_MAX_ROUNDS = 3
 _SECONDS = 6.0
 """After this time no more round of a variant begins."""
 
@@ -42,8 +42,19 @@ class Calibration:
     """Tries the variants that the journal does not have yet."""
 
     def __init__(
-        self, setup: Setup, vocabulary: range, work: Path, journal: Journal, seed: int
+        self,
+        setup: Setup,
+        vocabulary: range,
+        work: Path,
+        journal: Journal,
+        seed: int,
+        *,
+        sizes: Sizes = STANDARD,
+        variants: Collection[str] = (),
     ) -> None:
+        """variants: names of the only ones to try; none: all of them."""
+        self._sizes = sizes
+        self._variants = variants
         self._setup = setup
         self._vocabulary = vocabulary
         self._work = work
@@ -52,19 +63,26 @@ class Calibration:
 
     def untried(self, system: System) -> Mapping[str, System]:
         """Return the variants to try: those without figures, where there is a choice."""
-        if len(system.variants) == 1:
+        wanted = {
+            name: each
+            for name, each in system.variants.items()
+            if not self._variants or name in self._variants
+        }
+        if len(system.variants) == 1 or (len(wanted) == 1 and self._variants):
             return {}
         known = {
             entry.variant
             for entry in self._journal.of(Calibrated)
             if entry.system == system.name and entry.error is None
         }
-        return {name: each for name, each in system.variants.items() if name not in known}
+        return {name: each for name, each in wanted.items() if name not in known}
 
     def best(self, system: System) -> System:
         """Return the fastest variant; the first one where none has been measured."""
-        name = best_variant(self._journal.of(Calibrated), system.name)
         variants = system.variants
+        name = best_variant(self._journal.of(Calibrated), system.name)
+        if name is None:
+            name = next((each for each in variants if each in self._variants), None)
         return variants.get(name or "", next(iter(variants.values())))
 
     async def try_out(self, name: str, variant: System, seconds: float) -> None:
@@ -87,7 +105,7 @@ class Calibration:
         rates: dict[str, list[float]] = {case: [] for case in _NUM_STREAMS}
         await self._run(running, "W2-8", 0)
         start = time.monotonic()
-        for repeat in range(1, _MAX_ROUNDS + 1):
+        for repeat in range(1, self._sizes.num_trials + 1):
             for case, values in rates.items():
                 values.append(await self._run(running, case, repeat))
             if time.monotonic() - start > _SECONDS:
@@ -96,10 +114,11 @@ class Calibration:
 
     async def _run(self, running: Running, case: str, repeat: int) -> float:
         """Return output tokens per second. Raises RuntimeError if a request fails."""
+        prompt, output = (Lengths(length, length) for length in self._sizes.trial)
         load = Workload(
             num_requests=_NUM_STREAMS[case],
-            prompt_tokens=Lengths(128, 128),
-            output_tokens=Lengths(32, 32),
+            prompt_tokens=prompt,
+            output_tokens=output,
             popularity=BaseOnly(),
             num_adapters=1,
             arrivals=Burst(),

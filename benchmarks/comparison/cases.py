@@ -1,12 +1,16 @@
 """What a comparison measures: the workloads W1 to W6 by name.
 
 A stage is what one start of a server is good for: systems are started once for it, with the
-adapters that it needs.
+adapters that it needs. Large models have short forms of W1 to W4 (comparison.sizes).
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
 from comparison.first_use import FirstUse
+from comparison.held_streams import HeldStreams
+from comparison.sizes import STANDARD, Sizes
 from comparison.traces import PunicaTrace, SloraTrace
 from loraplex.bench.arrivals import Burst, ClosedLoop
 from loraplex.bench.popularity import (
@@ -21,7 +25,7 @@ from loraplex.bench.popularity import (
 from loraplex.bench.workload import Lengths, Workload
 from loraplex.core.errors import ConfigError
 
-NUM_ADAPTERS = 32
+NUM_ADAPTERS = STANDARD.num_adapters
 _FEW = 5
 _TAX_COUNTS = (1, 2, 4, 8, 16)
 _NUM_CLIENTS = 32
@@ -34,13 +38,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """One thing to measure."""
 
     name: str
-    load: Load | FirstUse
+    load: Load | FirstUse | HeldStreams
 
     @property
     def uses_adapters(self) -> bool:
         """Whether wrong outputs in mixed batches invalidate it."""
         is_base = isinstance(self.load, Workload) and isinstance(self.load.popularity, BaseOnly)
-        return not is_base
+        return not (is_base or isinstance(self.load, HeldStreams))
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,26 +59,27 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[Case, ...]
 
 
-def stages(groups: list[str], num_many: int, seed: int) -> list[Stage]:
+def stages(groups: Sequence[str], num_many: int, seed: int, sizes: Sizes = STANDARD) -> list[Stage]:
     """The stages of the named groups, or of single workloads such as W3-8. Raises ConfigError.
 
     num_many: adapters of W6's large side.
     """
     plain, unknown = [], []
+    known = SHORT_GROUPS if sizes.is_short else GROUPS
     for group in groups:
         family = group.partition("-")[0]
-        cases = [case for case in _plain_cases(family, seed) if group in (family, case.name)]
+        cases = [case for case in _plain_cases(family, seed, sizes) if group in (family, case.name)]
         plain += cases
-        if not cases and group not in ("W5", "W6"):
+        if family not in known or not (cases or group in ("W5", "W6")):
             unknown.append(group)
     if unknown:
         raise ConfigError(
-            f"the workloads are {', '.join(GROUPS)}, or one of a group, such as W3-8; "
+            f"the workloads are {', '.join(known)}, or one of a group, such as W3-8; "
             f"{', '.join(unknown)} is none"
         )
     found = []
     if plain:
-        found.append(_stage("standard", NUM_ADAPTERS, NUM_ADAPTERS, plain))
+        found.append(_stage("standard", sizes.num_adapters, sizes.num_adapters, plain))
     if "W5" in groups:
         found.append(_first_use_stage())
     if "W6" in groups:
@@ -85,7 +90,8 @@ def stages(groups: list[str], num_many: int, seed: int) -> list[Stage]:
     return found
 
 
-GROUPS = ("W1", "W2", "W3", "W4", "W5", "W6", "tax")
+SHORT_GROUPS = ("W1", "W2", "W3", "W4", "held")
+GROUPS = (*SHORT_GROUPS, "W5", "W6", "tax")
 
 
 def _stage(name: str, num_adapters: int, num_resident: int, cases: list[Case]) -> Stage:
@@ -98,27 +104,27 @@ def _stage(name: str, num_adapters: int, num_resident: int, cases: list[Case]) -
     )
 
 
-def _plain_cases(group: str, seed: int) -> list[Case]:
+def _plain_cases(group: str, seed: int, sizes: Sizes) -> list[Case]:
     match group:
         case "W1":
-            load = _load(2, Lengths(128, 128), Lengths(128, 128), BaseOnly(), seed, clients=1)
+            count, *lengths = sizes.stream
+            prompt, output = (Lengths(length, length) for length in lengths)
+            load = _load(count, prompt, output, BaseOnly(), seed, clients=1)
             return [Case(name="W1", load=load)]
-        case "W2":
+        case "W2" | "W3":
+            popularity = BaseOnly() if group == "W2" else Distinct()
             return [
-                _together("W2-8", 8, BaseOnly(), seed),
-                _together("W2-32", 32, BaseOnly(), seed),
-            ]
-        case "W3":
-            return [
-                _together("W3-8", 8, Distinct(), seed),
-                _together("W3-32", 32, Distinct(), seed),
+                _together(f"{group}-{count}", count, popularity, seed, sizes, sizes.num_adapters)
+                for count in sizes.stream_counts
             ]
         case "W4":
-            load = _load(64, Lengths(32, 256), Lengths(16, 128), Distinct(), seed)
+            load = _load(*sizes.mix, Distinct(), seed, num_adapters=sizes.num_adapters)
             return [Case(name="W4", load=load)]
+        case "held":
+            return [Case(name="held", load=sizes.held)]
         case "tax":
             return [
-                _together(f"tax-{count}", 32, Distinct(), seed, num_adapters=count)
+                _together(f"tax-{count}", 32, Distinct(), seed, sizes, count)
                 for count in _TAX_COUNTS
             ]
         case _:
@@ -130,12 +136,12 @@ def _together(
     count: int,
     popularity: Popularity,
     seed: int,
-    num_adapters: int = NUM_ADAPTERS,
+    sizes: Sizes,
+    num_adapters: int,
 ) -> Case:
-    """`count` requests at once, 128 tokens in and 64 out."""
-    load = _load(
-        count, Lengths(128, 128), Lengths(64, 64), popularity, seed, num_adapters=num_adapters
-    )
+    """`count` requests at once, all of one length."""
+    prompt, output = (Lengths(length, length) for length in sizes.together)
+    load = _load(count, prompt, output, popularity, seed, num_adapters=num_adapters)
     return Case(name=name, load=load)
 
 

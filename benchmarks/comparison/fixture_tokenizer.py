@@ -14,9 +14,12 @@ from typing import Any
 
 BOS_ID, EOS_ID = 1, 2
 _SPECIAL = ("<unk>", "<s>", "</s>")
+NUM_SPECIAL = len(_SPECIAL)
+NUM_BYTE_TOKENS = 256
+"""Tokens of single bytes, after the special ones."""
 _SPACE = "\u2581"
 _PAIRS = tuple(a + b for a, b in itertools.product(string.ascii_lowercase, repeat=2))
-FIRST_WORD_ID = len(_SPECIAL) + 256 + 1 + 26 + len(_PAIRS)
+FIRST_WORD_ID = NUM_SPECIAL + NUM_BYTE_TOKENS + 1 + 26 + len(_PAIRS)
 """Ids from here on are four-letter words."""
 
 
@@ -25,7 +28,7 @@ def token_texts(vocab_size: int) -> tuple[str, ...]:
     words = (a + b for a, b in itertools.product(_PAIRS, repeat=2))
     return (
         *_SPECIAL,
-        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(f"<0x{byte:02X}>" for byte in range(NUM_BYTE_TOKENS)),
         _SPACE,
         *string.ascii_lowercase,
         *_PAIRS,

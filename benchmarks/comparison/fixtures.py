@@ -1,4 +1,4 @@
-"""The models and adapters of a comparison: Llamas of random numbers, made once and kept.
+"""The models and adapters of a comparison: models of random numbers, made once and kept.
 
 What they cost is that of a trained model of their shape; their text is noise, but
 distinguishes adapters: every adapter changes the greedy output. Everything
@@ -7,12 +7,10 @@ follows from the shape and the seed. Needs no torch.
 
 import contextlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,11 +21,12 @@ from comparison.fixture_tokenizer import (
     token_texts,
     write_tokenizer,
 )
+from comparison.gguf_model import write_gguf_model
+from comparison.shapes import ModelShape
 from comparison.systems import Adapter
 from loraplex.bench.random_adapters import (
     MODULES,
     AdapterKind,
-    linear_shapes,
     to_bfloat16,
     write_random_adapter,
 )
@@ -39,51 +38,11 @@ _SEED = 20260
 _MAX_MODEL_LEN = 2048
 _ADAPTER_SHARE = 0.5
 """How large an adapter's change of a linear layer's output is, compared with the output."""
+_BIAS_DEVIATION = 0.1
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ROWS_AT_ONCE = 8192
 _HEADER_ALIGNMENT = 8
 """Bytes, of the JSON header of a safetensors file."""
-
-
-class LlamaShape(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_size: int
-    vocab_size: int = 32000
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(math.prod(size) for size in self.tensors().values())
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all weights by their names in the file; a matrix is (out, in)."""
-        hidden, ffn = self.hidden_size, self.ffn_size
-        kv_size = hidden // self.num_heads * self.num_kv_heads
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        for number in range(self.num_layers):
-            layer = f"model.layers.{number}"
-            found |= {
-                f"{layer}.input_layernorm.weight": (hidden,),
-                f"{layer}.self_attn.q_proj.weight": (hidden, hidden),
-                f"{layer}.self_attn.k_proj.weight": (kv_size, hidden),
-                f"{layer}.self_attn.v_proj.weight": (kv_size, hidden),
-                f"{layer}.self_attn.o_proj.weight": (hidden, hidden),
-                f"{layer}.post_attention_layernorm.weight": (hidden,),
-                f"{layer}.mlp.gate_proj.weight": (ffn, hidden),
-                f"{layer}.mlp.up_proj.weight": (ffn, hidden),
-                f"{layer}.mlp.down_proj.weight": (hidden, ffn),
-            }
-        return found | {"model.norm.weight": (hidden,), "lm_head.weight": (self.vocab_size, hidden)}
-
-
-TINY = LlamaShape(
-    name="tiny", hidden_size=512, num_layers=8, num_heads=8, num_kv_heads=4, ffn_size=1408
-)
-SMALL = LlamaShape(
-    name="small", hidden_size=2048, num_layers=16, num_heads=32, num_kv_heads=8, ffn_size=5632
-)
-SHAPES = {shape.name: shape for shape in (TINY, SMALL)}
 
 
 def adapter_kind(rank: int, modules: tuple[str, ...]) -> AdapterKind:
@@ -104,14 +63,14 @@ RANK_64 = adapter_kind(64, MODULES)
 class Fixture:
     """One model with its adapters, in a folder of its own below `cache`."""
 
-    def __init__(self, shape: LlamaShape, cache: Path) -> None:
+    def __init__(self, shape: ModelShape, cache: Path) -> None:
         self.shape = shape
         self.tokens = token_texts(shape.vocab_size)
         self._folder = cache / f"{shape.name}-v{_FORMAT}"
 
     @property
     def model(self) -> Path:
-        return self._folder / shape_folder(self.shape)
+        return self._folder / self.shape.folder
 
     @property
     def converted(self) -> Path:
@@ -130,6 +89,24 @@ class Fixture:
                 _write_model(folder, self.shape)
         self.converted.mkdir(exist_ok=True)
 
+    def gguf_file(self, gguf_type: str) -> Path:
+        """Return the model as a GGUF file, which is written unless it is there.
+
+        gguf_type: of comparison.gguf_model. Its numbers are not those of the folder. Raises
+        ConfigError.
+        """
+        path = self._folder / "gguf" / f"{gguf_type}.gguf"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".draft")
+            try:
+                write_gguf_model(draft, self.shape, gguf_type)
+                draft.rename(path)
+            except OSError as error:
+                draft.unlink(missing_ok=True)
+                raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+        return path
+
     def adapters(self, kind: AdapterKind, count: int, *, first: int = 0) -> tuple[Adapter, ...]:
         """`count` adapters of a kind, from number `first` on; those missing are written.
 
@@ -145,23 +122,8 @@ class Fixture:
             with _complete(path) as folder:
                 folder.rmdir()
                 seed = (_SEED, kind.rank, number)
-                write_random_adapter(folder, self._shapes(), kind, seed=seed)
+                write_random_adapter(folder, self.shape.linear_shapes(), kind, seed=seed)
         return Adapter(name=name, path=path, rank=kind.rank, alpha=kind.alpha)
-
-    def _shapes(self) -> dict[str, tuple[int, int]]:
-        return linear_shapes(self.model)
-
-
-def shape_folder(shape: LlamaShape) -> str:
-    """The model's folder; its name is what a server calls the model."""
-    return f"llama-{shape.name}"
-
-
-def find_shape(name: str) -> LlamaShape:
-    """Raises ConfigError."""
-    if name not in SHAPES:
-        raise ConfigError(f"the models are {', '.join(SHAPES)}; {name!r} is none")
-    return SHAPES[name]
 
 
 @contextlib.contextmanager
@@ -177,14 +139,16 @@ def _complete(folder: Path) -> Iterator[Path]:
         raise ConfigError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def _write_model(folder: Path, shape: LlamaShape) -> None:
+def _write_model(folder: Path, shape: ModelShape) -> None:
     _write_config(folder, shape)
     write_tokenizer(folder, shape.vocab_size)
+    if not shape.has_folder_weights:
+        return
     draws = np.random.default_rng([_SEED, shape.hidden_size, shape.num_layers])
     _write_safetensors(
         folder / "model.safetensors",
         shape.tensors(),
-        lambda name, size: _values(draws, name, size),
+        lambda name, size: _values(draws, shape, name, size),
     )
 
 
@@ -208,42 +172,55 @@ def _write_safetensors(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            file.write(to_bfloat16(tensor(name, shape)).astype("<u2").tobytes())
+            values = tensor(name, shape)
+            # In pieces: rounding takes several times the memory of what is rounded.
+            for start in range(0, len(values), _ROWS_AT_ONCE):
+                piece = to_bfloat16(values[start : start + _ROWS_AT_ONCE])
+                file.write(piece.astype("<u2").tobytes())
 
 
-def _values(draws: np.random.Generator, name: str, size: tuple[int, ...]) -> NDArray[np.float32]:
-    """Scaled so that what goes in and what comes out have elements of about one size."""
+def _values(
+    draws: np.random.Generator, shape: ModelShape, name: str, size: tuple[int, ...]
+) -> NDArray[np.float32]:
+    """Scaled so that what goes in and what comes out have elements of about one size.
+
+    An embedding that is the output layer, too, is scaled as that layer: with larger numbers each
+    token would be followed by itself, whatever the layers compute.
+    """
+    if name.endswith(".bias"):
+        return draws.standard_normal(size, dtype=np.float32) * np.float32(_BIAS_DEVIATION)
     if len(size) == 1:
         return np.ones(size, np.float32)
     values = draws.standard_normal(size, dtype=np.float32)
-    if name == "model.embed_tokens.weight":
+    is_embedding = name == "model.embed_tokens.weight"
+    if is_embedding and not shape.is_tied:
         return values
-    if name == "lm_head.weight":
+    if is_embedding or name == "lm_head.weight":
         values[:FIRST_WORD_ID] = 0
     values /= np.float32(size[1] ** 0.5)
     return values
 
 
-def _write_config(folder: Path, shape: LlamaShape) -> None:
+def _write_config(folder: Path, shape: ModelShape) -> None:
     tokens = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_ARCHITECTURES[shape.family]],
+        "model_type": shape.family,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.ffn_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.hidden_size // shape.num_heads,
+        "head_dim": shape.head_size,
         "hidden_act": "silu",
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": _MAX_MODEL_LEN,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
+        "rope_theta": shape.rope_theta,
         "rope_scaling": None,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": shape.is_tied,
         "torch_dtype": "bfloat16",
         **tokens,
     }

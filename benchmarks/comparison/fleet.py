@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from comparison.journal import Journal, Started
+from comparison.journal import Journal, Started, StartKind
+from comparison.page_cache import drop_from_page_cache
 from comparison.processes import cpu_seconds, resident_bytes, variables_of_children
 from comparison.systems import Running, Setup, System
 from loraplex.core.errors import ConfigError
@@ -24,7 +25,19 @@ _BUSY_CORES = 0.25
 class Fleet:
     """Fleet of one stage."""
 
-    def __init__(self, stage: str, setup: Setup, work: Path, journal: Journal) -> None:
+    def __init__(
+        self,
+        stage: str,
+        setup: Setup,
+        work: Path,
+        journal: Journal,
+        *,
+        measures_starts: bool = False,
+    ) -> None:
+        """measures_starts: the first start of a system in the journal is three, one after another:
+        one that makes what is missing, a cold one and a warm one. No other system may be up.
+        """
+        self._measures_starts = measures_starts
         self._stage = stage
         self._setup = setup
         self._work = work
@@ -50,13 +63,27 @@ class Fleet:
         """Raises ConfigError if it does not start, or has failed too often."""
         if self._num_failures.get(system.name, 0) >= _MAX_FAILURES:
             raise ConfigError(f"{system.name} failed {_MAX_FAILURES} times and is left alone")
+        has_started = any(
+            (entry.system, entry.stage, entry.kind) == (system.name, self._stage, "warm")
+            for entry in self._journal.of(Started)
+        )
+        if not self._measures_starts or has_started:
+            return await self._start(system, "")
+        await self._start(system, "first")
+        await self._stop(system.name)
+        await asyncio.to_thread(drop_from_page_cache, self._setup.model.parent)
+        await self._start(system, "cold")
+        await self._stop(system.name)
+        return await self._start(system, "warm")
+
+    async def _start(self, system: System, kind: StartKind) -> Running:
         setup = self._setup_of(system)
         await system.prepare(setup)
         start = time.monotonic()
         running = await system.start(setup)
         seconds = time.monotonic() - start
         self._running[system.name] = running
-        await self._report(system, running, seconds)
+        await self._report(system, kind, running, seconds)
         return running
 
     async def settle(self) -> None:
@@ -98,13 +125,16 @@ class Fleet:
         log.touch()
         return msgspec.structs.replace(self._setup, work=work, log=log)
 
-    async def _report(self, system: System, running: Running, seconds: float) -> None:
+    async def _report(
+        self, system: System, kind: StartKind, running: Running, seconds: float
+    ) -> None:
         idle_cores = await _busy_cores(running.process_ids, _IDLE_SECONDS)
         self._journal.add(
             Started(
                 system=system.name,
                 stage=self._stage,
                 seconds=seconds,
+                kind=kind,
                 resident_bytes=resident_bytes(running.process_ids),
                 idle_cores=idle_cores,
                 launch=running.launch,

@@ -6,11 +6,12 @@ was in progress.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from comparison.first_use import FirstUseFigures
+from comparison.held_streams import HeldFigures
 from comparison.processes import Launch
 from comparison.right_answers import Verdict
 from loraplex.bench.machine import Code, Machine
@@ -46,6 +47,8 @@ class ComparisonSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     is_restarting: bool
     """Whether only one system was up at a time, started anew for every round."""
+    variants: tuple[str, ...] = ()
+    """Names of the only settings of threads that were tried; none: all that a system has."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
@@ -68,18 +71,35 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True, tag="checked"):
     verdict: Verdict
 
 
+StartKind = Literal["first", "cold", "warm", ""]
+
+
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """A start of a system."""
 
     system: str
     stage: str
     seconds: float
+    kind: StartKind = ""
+    """first: files may have had to be made; cold: those of the model were not in the page cache;
+    warm: right after the cold start. Empty: it was not measured which."""
     resident_bytes: int
     idle_cores: float
     """Cores that it keeps busy while it has nothing to do: it takes them from the others."""
     launch: Launch
     children: dict[str, str] = {}
     """Variables of OpenMP and the like that its other processes run with."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, tag="limits"):
+    """Limits of the machine (machine_limits.py), and what a decoded token reads at least."""
+
+    read_bytes: float
+    """Bytes that all threads read from memory in a second."""
+    flops: float
+    """Multiply-adds of float32, two operations each, a second."""
+    token_bytes: dict[str, int]
+    """Bytes of the weights that one token reads, by weight format."""
 
 
 class Calibrated(msgspec.Struct, frozen=True, kw_only=True, tag="calibrated"):
@@ -101,9 +121,12 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     round: int
     figures: RunStatistics | None = None
     first_use: FirstUseFigures | None = None
+    held: HeldFigures | None = None
     error: str | None = None
     resident_bytes: int = 0
     """Memory of all its processes, right after the run."""
+    file_bytes: int = 0
+    """Share of it that is mapped from files."""
     cpu_seconds: float = 0.0
     """That its processes used for the run."""
     adapter_loads: float | None = None
@@ -117,8 +140,9 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
         return self.error is None and (self.figures is None or not self.figures.num_failed)
 
 
-Entry = Header | Checked | Started | Calibrated | Measured
-EntryT = TypeVar("EntryT", Checked, Started, Calibrated, Measured)
+Result = Checked | Started | Limits | Calibrated | Measured
+Entry = Header | Result
+EntryT = TypeVar("EntryT", Checked, Started, Limits, Calibrated, Measured)
 
 
 class Journal:
@@ -144,7 +168,7 @@ class Journal:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         return journal
 
-    def add(self, entry: Checked | Started | Calibrated | Measured) -> None:
+    def add(self, entry: Result) -> None:
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(entry) + b"\n")
         self._entries.append(entry)

@@ -3,6 +3,7 @@
 A peer over HTTP is compared with the first, a library with the second.
 """
 
+import asyncio
 import re
 import shutil
 import sys
@@ -14,6 +15,7 @@ from typing import ClassVar, Self
 import httpx
 
 from comparison.adapter_bytes import AdapterBytes, adapter_bytes
+from comparison.gguf_model import GGUF_PREFIX, gguf_bits
 from comparison.peers.in_process import RunningWorker
 from comparison.peers.llama_cpp import LlamaCpp
 from comparison.peers.worker_process import WorkerProcess
@@ -47,6 +49,14 @@ async def _folder(setup: Setup) -> Path:
     return setup.model
 
 
+def _written_file(gguf_type: str) -> _ModelFile:
+    async def file(setup: Setup) -> Path:
+        assert setup.gguf_file is not None, "the setup has such files"
+        return await asyncio.to_thread(setup.gguf_file, gguf_type)
+
+    return file
+
+
 _METRICS_LINE = re.compile(r"Started Metrics Service at (\S+:\d+)")
 _LOADS_METRIC = re.compile(r"^\w*adapter_loads(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -76,12 +86,17 @@ class LoraplexSystem(ABC):
         self._sizes: dict[tuple[Path, Path, int], AdapterBytes] = {}
 
     @classmethod
-    def with_weights(cls, weights: str, peers: Sequence[System]) -> Self:
+    def with_weights(
+        cls, weights: str, peers: Sequence[System], *, has_gguf_files: bool = False
+    ) -> Self:
         """weights: "32-bit", "16-bit", "8-bit" of the model's folder, or "gguf:TYPE": the very file
-        that one of the peers serves. Raises ConfigError.
+        that one of the peers serves, or that of the setup (has_gguf_files). Raises ConfigError.
         """
         if weights in _WIDTHS:
             return cls(weights, *_WIDTHS[weights])
+        if has_gguf_files:
+            gguf_type = weights.removeprefix(GGUF_PREFIX)
+            return cls(weights, gguf_bits(gguf_type), weights, {}, _written_file(gguf_type))
         for peer in peers:
             if isinstance(peer, LlamaCpp) and peer.weights == weights:
                 return cls(weights, peer.weight_bits, weights, {}, peer.model_file)
@@ -113,6 +128,8 @@ class LoraplexSystem(ABC):
             "max_model_len": setup.max_model_len,
             "num_threads": setup.num_threads,
             "max_lora_rank": setup.max_lora_rank,
+            # Kept for the next start, as in the user's cache: a folder of this start is removed.
+            "weights_cache_dir": str(setup.cache / "loraplex"),
             **await self._tiers(setup),
         }
 

@@ -245,7 +245,14 @@ def resident_bytes(roots: Iterable[int]) -> int:
     The sum of the proportional set sizes (Pss of /proc/PID/smaps_rollup, proc(5)): with it a
     mapped weight file counts as far as it is in memory, however many processes map it.
     """
-    return sum(_proportional_bytes(pid) for pid in process_tree(roots))
+    return sum(_proportional_bytes(pid, "Pss") for pid in process_tree(roots))
+
+
+def file_bytes(roots: Iterable[int]) -> int:
+    """Share of resident_bytes that is mapped from files: the system can take it back, and a second
+    process that maps the same files shares it.
+    """
+    return sum(_proportional_bytes(pid, "Pss_File") for pid in process_tree(roots))
 
 
 def cpu_seconds(roots: Iterable[int]) -> float:
@@ -254,11 +261,11 @@ def cpu_seconds(roots: Iterable[int]) -> float:
     return sum(_cpu_ticks(pid) for pid in process_tree(roots)) / ticks
 
 
-def _proportional_bytes(pid: int) -> int:
+def _proportional_bytes(pid: int, field: str) -> int:
     with contextlib.suppress(OSError):
         for line in (_PROC / str(pid) / "smaps_rollup").read_text().splitlines():
             key, _, value = line.partition(":")
-            if key == "Pss":
+            if key == field:
                 return int(value.split()[0]) * 1024
     return 0
 

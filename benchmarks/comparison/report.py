@@ -13,7 +13,8 @@ from comparison.findings import (
     pairs,
     throughput_over,
 )
-from comparison.journal import Calibrated, Checked, Header, Journal, Started
+from comparison.journal import Calibrated, Checked, Header, Journal, Limits, Started
+from comparison.summary import summary_lines
 from loraplex.bench.machine import machine_lines
 from loraplex.bench.report import markdown_table, write_pair
 from loraplex.bench.statistics import Percentiles, Ratio
@@ -45,6 +46,7 @@ class ComparisonReport(msgspec.Struct, frozen=True, kw_only=True):
     checked: tuple[Checked, ...]
     started: tuple[Started, ...]
     calibrated: tuple[Calibrated, ...]
+    limits: Limits | None = None
 
 
 def comparison_report(journal: Journal) -> ComparisonReport:
@@ -54,6 +56,7 @@ def comparison_report(journal: Journal) -> ComparisonReport:
         checked=tuple(journal.of(Checked)),
         started=tuple(e for e in journal.of(Started) if e.stage != calibration.STAGE.name),
         calibrated=tuple(journal.of(Calibrated)),
+        limits=next(journal.of(Limits), None),
     )
 
 
@@ -69,6 +72,8 @@ def write_comparison(report: ComparisonReport, stem: Path) -> tuple[Path, Path]:
 def comparison_markdown(report: ComparisonReport) -> str:
     """A heading, the circumstances, a table for each weight format, what was checked and failed."""
     lines = ["# Comparison", "", *(f"- {line}" for line in _circumstances(report))]
+    if summary := [*summary_lines(report.findings, report.started, report.limits)]:
+        lines += ["", "## Summary", "", *summary]
     formats = dict.fromkeys(finding.subject.weights for finding in report.findings)
     for weights in formats:
         tables = [*_weights_lines(report.findings, weights)]
@@ -90,7 +95,7 @@ def _circumstances(report: ComparisonReport) -> Iterator[str]:
     header, settings = report.header, report.header.settings
     yield from machine_lines(header.created, header.code, header.machine)
     yield (
-        f"random-weight Llama {settings.model!r}, {settings.num_parameters / 1e6:.0f}M parameters; "
+        f"random-weight model {settings.model!r}, {settings.num_parameters / 1e6:.0f}M parameters; "
         f"greedy, no end token, random prompts, no prefix reuse, seed {settings.seed}"
     )
     turns = "one system up at a time" if settings.is_restarting else "all systems up, taking turns"
@@ -227,8 +232,9 @@ def _shortened(argument: str) -> str:
 
 def _start_lines(started: Sequence[Started]) -> Iterator[str]:
     for entry in started:
+        which = f"{entry.stage}, {entry.kind}" if entry.kind else entry.stage
         yield (
-            f"- {entry.system} ({entry.stage}): ready in {entry.seconds:.1f} s, "
+            f"- {entry.system} ({which}): ready in {entry.seconds:.1f} s, "
             f"{entry.resident_bytes / 2**30:.2f} GiB; {entry.idle_cores:.2f} cores busy in the "
             "first second"
         )

@@ -19,10 +19,6 @@ from loraplex.bench.completions import StreamedCompletion
 from loraplex.bench.workload import PlannedRequest
 from loraplex.core.errors import ConfigError
 
-NUM_ADAPTERS = 4
-_NUM_PROMPTS = 3
-_PROMPT_TOKENS = 32
-_OUTPUT_TOKENS = 12
 _OWN_TOKENS = 2
 """So many equal tokens at the beginning are no chance: a word is one of some 31,000."""
 _WORD_LENGTH = 4
@@ -30,6 +26,41 @@ _SEED = "right answers"
 
 Outputs = Mapping[int | None, str]
 """One prompt's output by adapter; None is the base."""
+
+
+class CheckSize(msgspec.Struct, frozen=True, kw_only=True):
+    """Size of the check; that of a large model is small, for it takes some seconds a request."""
+
+    num_adapters: int = 4
+    num_prompts: int = 3
+    prompt_tokens: int = 32
+    output_tokens: int = 12
+
+    @property
+    def subjects(self) -> tuple[int | None, ...]:
+        """The base and the adapters."""
+        return (None, *range(self.num_adapters))
+
+    def prompts(self, vocabulary: range) -> list[tuple[int, ...]]:
+        draws = random.Random(_SEED)
+        return [
+            tuple(draws.choices(vocabulary, k=self.prompt_tokens)) for _ in range(self.num_prompts)
+        ]
+
+    def request(self, prompt: tuple[int, ...], adapter: int | None) -> PlannedRequest:
+        return PlannedRequest(prompt, self.output_tokens, adapter, 0.0)
+
+    def text(self, output: StreamedCompletion) -> str:
+        """Return what was written. Raises ConfigError for an output that is not whole."""
+        text = output.text.strip()
+        if output.error or len(text) != self.output_tokens * _WORD_LENGTH:
+            raise ConfigError(
+                f"a request failed while its outputs were checked: {output.error or repr(text)}"
+            )
+        return text
+
+
+STANDARD_CHECK = CheckSize()
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,37 +79,43 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-async def generate_alone(running: Running, vocabulary: range) -> list[Outputs]:
+async def generate_alone(
+    running: Running, vocabulary: range, size: CheckSize = STANDARD_CHECK
+) -> list[Outputs]:
     """Run base and adapters on each prompt, one request at a time. Raises ConfigError if one fails:
     then there is nothing to compare with.
     """
     outputs: list[Outputs] = []
-    for prompt in _prompts(vocabulary):
-        requests = [_request(prompt, adapter) for adapter in _subjects()]
+    for prompt in size.prompts(vocabulary):
+        requests = [size.request(prompt, adapter) for adapter in size.subjects]
         exchanges, _ = await exchange_all(running.send, requests, concurrency=1)
-        texts = [_text(running.read(exchange)) for exchange in exchanges]
-        outputs.append(dict(zip(_subjects(), texts, strict=True)))
+        texts = [size.text(running.read(exchange)) for exchange in exchanges]
+        outputs.append(dict(zip(size.subjects, texts, strict=True)))
     return outputs
 
 
 async def check(
-    running: Running, vocabulary: range, weight_bits: int, reference: Sequence[Outputs] | None
+    running: Running,
+    vocabulary: range,
+    weight_bits: int,
+    reference: Sequence[Outputs] | None,
+    size: CheckSize = STANDARD_CHECK,
 ) -> tuple[Verdict, list[Outputs]]:
     """Return the verdict, and the outputs alone. `reference`: of another system, for 32 bits.
 
     Raises ConfigError if a request fails.
     """
-    alone = await generate_alone(running, vocabulary)
+    alone = await generate_alone(running, vocabulary, size)
     is_exact = weight_bits == 32
     problems = [*_alike(alone)]
     if is_exact and reference is not None:
         problems += _unlike_reference(alone, reference)
     mixed: list[list[tuple[int | None, str]]] = []
-    for prompt in _prompts(vocabulary):
-        subjects = [*_subjects(), *reversed(_subjects())]
-        requests = [_request(prompt, adapter) for adapter in subjects]
+    for prompt in size.prompts(vocabulary):
+        subjects = [*size.subjects, *reversed(size.subjects)]
+        requests = [size.request(prompt, adapter) for adapter in subjects]
         exchanges, _ = await exchange_all(running.send, requests, concurrency=len(requests))
-        texts = [_text(running.read(exchange)) for exchange in exchanges]
+        texts = [size.text(running.read(exchange)) for exchange in exchanges]
         mixed.append(list(zip(subjects, texts, strict=True)))
     problems += _not_their_own(alone, mixed, is_exact=is_exact)
     verdict = Verdict(
@@ -92,29 +129,6 @@ async def check(
         is_compared_with_reference=is_exact and reference is not None,
     )
     return verdict, alone
-
-
-def _subjects() -> tuple[int | None, ...]:
-    return (None, *range(NUM_ADAPTERS))
-
-
-def _prompts(vocabulary: range) -> list[tuple[int, ...]]:
-    draws = random.Random(_SEED)
-    return [tuple(draws.choices(vocabulary, k=_PROMPT_TOKENS)) for _ in range(_NUM_PROMPTS)]
-
-
-def _request(prompt: tuple[int, ...], adapter: int | None) -> PlannedRequest:
-    return PlannedRequest(prompt, _OUTPUT_TOKENS, adapter, 0.0)
-
-
-def _text(output: StreamedCompletion) -> str:
-    """Raises ConfigError."""
-    text = output.text.strip()
-    if output.error or len(text) != _OUTPUT_TOKENS * _WORD_LENGTH:
-        raise ConfigError(
-            f"a request failed while its outputs were checked: {output.error or repr(text)}"
-        )
-    return text
 
 
 def _alike(alone: Sequence[Outputs]) -> Iterator[str]:
@@ -138,7 +152,7 @@ def _not_their_own(
     *,
     is_exact: bool,
 ) -> Iterator[str]:
-    strangers = dict.fromkeys(_subjects(), 0)
+    strangers = dict.fromkeys(alone[0], 0)
     for own, batch in zip(alone, mixed, strict=True):
         for adapter, text in batch:
             if text == own[adapter]:
@@ -152,7 +166,7 @@ def _not_their_own(
             elif taken == _NO_ADAPTER:
                 strangers[adapter] += 1
     for adapter, count in strangers.items():
-        if count > _NUM_PROMPTS:  # each prompt was sent twice
+        if count > len(alone):  # each prompt was sent twice
             yield f"{_name(adapter)} in a mixed batch gives outputs of its own {count} times"
 
 

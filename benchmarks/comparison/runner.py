@@ -20,9 +20,11 @@ from comparison.cases import Case, Load, Stage
 from comparison.first_use import FirstUse, measure_first_use
 from comparison.fixtures import RANK_8, RANK_64, Fixture
 from comparison.fleet import Fleet
+from comparison.held_streams import HeldStreams, measure_held
 from comparison.journal import Checked, Journal, Measured
-from comparison.processes import cpu_seconds, resident_bytes
-from comparison.right_answers import NUM_ADAPTERS, Outputs, check, generate_alone
+from comparison.processes import cpu_seconds, file_bytes, resident_bytes
+from comparison.right_answers import Outputs, check, generate_alone
+from comparison.sizes import STANDARD, Sizes
 from comparison.systems import Adapter, Running, Setup, System, run_load
 from loraplex.bench.arrivals import ClosedLoop
 from loraplex.bench.machine import load_average
@@ -31,8 +33,6 @@ from loraplex.bench.statistics import RunStatistics
 from loraplex.bench.workload import Lengths, Workload, generate
 from loraplex.core.errors import LoraplexError, UnsupportedFeatureError
 
-_MAX_NUM_SEQS = 64
-_MAX_MODEL_LEN = 512
 _WARM_UP_CLIENTS = 8
 _FIRST_NEW_ADAPTER = 10_000
 """Adapters from this number on are those that no stage knows from its start."""
@@ -42,6 +42,10 @@ class Progress(Protocol):
     """Display of the progress."""
 
     def begin(self, num_runs: int) -> None: ...
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        ...
 
     def doing(self, what: str) -> None: ...
 
@@ -79,9 +83,9 @@ class Comparison:
         progress: Progress,
         work: Path,
         reference: System | None = None,
+        sizes: Sizes = STANDARD,
     ) -> None:
         """work: a folder for logs and for what systems need while they run.
-
         reference: the system whose outputs alone are those that 32-bit systems must give.
         """
         self._systems = systems
@@ -91,6 +95,7 @@ class Comparison:
         self._limits = limits
         self._progress = progress
         self._work = work
+        self._sizes = sizes
         self._reference = reference
         self._reference_outputs: list[Outputs] | None = None
 
@@ -101,7 +106,13 @@ class Comparison:
         self._progress.begin(num_cases * len(self._systems) * self._settings.rounds)
         for stage in stages:
             setup = await asyncio.to_thread(self._setup, stage)
-            fleet = Fleet(stage.name, setup, self._work, self._journal)
+            fleet = Fleet(
+                stage.name,
+                setup,
+                self._work,
+                self._journal,
+                measures_starts=self._sizes.is_short and self._settings.is_restarting,
+            )
             try:
                 await self._run_stage(stage, fleet)
             finally:
@@ -111,7 +122,15 @@ class Comparison:
         """Replace each system by its fastest variant; the journal has what was tried before."""
         setup = await asyncio.to_thread(self._setup, calibration.STAGE)
         vocabulary, seed = self._fixture.vocabulary, self._settings.seed
-        trials = Calibration(setup, vocabulary, self._work, self._journal, seed)
+        trials = Calibration(
+            setup,
+            vocabulary,
+            self._work,
+            self._journal,
+            seed,
+            sizes=self._sizes,
+            variants=self._settings.variants,
+        )
         for system in self._systems:
             for name, variant in trials.untried(system).items():
                 if self._limits.is_over:
@@ -175,7 +194,7 @@ class Comparison:
         running = fleet.find(system)
         if running is not None and fleet.is_prepared(system):
             return running
-        can_check = stage.num_adapters >= NUM_ADAPTERS
+        can_check = stage.num_adapters >= self._sizes.check.num_adapters
         needs_check = can_check and self._journal.verdict(system.name, stage.name) is None
         if needs_check and system.weight_bits == 32:
             await self._run_reference(fleet)
@@ -183,10 +202,14 @@ class Comparison:
         async with asyncio.timeout(self._limits.run_seconds):
             if needs_check:
                 verdict, _ = await check(
-                    running, self._fixture.vocabulary, system.weight_bits, self._reference_outputs
+                    running,
+                    self._fixture.vocabulary,
+                    system.weight_bits,
+                    self._reference_outputs,
+                    self._sizes.check,
                 )
                 self._journal.add(Checked(system=system.name, stage=stage.name, verdict=verdict))
-            for load in _warm_up(stage, self._settings.seed):
+            for load in _warm_up(stage, self._sizes, self._settings.seed):
                 await self._run_load(running, load, repeat=0)
         fleet.set_prepared(system)
         return running
@@ -198,7 +221,9 @@ class Comparison:
         try:
             running = fleet.find(self._reference) or await fleet.start(self._reference)
             async with asyncio.timeout(self._limits.run_seconds):
-                self._reference_outputs = await generate_alone(running, self._fixture.vocabulary)
+                self._reference_outputs = await generate_alone(
+                    running, self._fixture.vocabulary, self._sizes.check
+                )
         except Exception:  # without it there is less to compare with, which the report mentions
             await fleet.stop_failed(self._reference)
         if self._settings.is_restarting:
@@ -207,11 +232,16 @@ class Comparison:
     async def _measure(self, run: Measured, case: Case, running: Running) -> Measured:
         load_before = load_average()
         busy_before, counts_before = cpu_seconds(running.process_ids), await running.counters()
-        first_use = figures = None
+        first_use = figures = held = None
         if isinstance(case.load, FirstUse):
             adapter = await asyncio.to_thread(self._new_adapter, case.load, run.round)
             first_use = await measure_first_use(
                 running, adapter, self._fixture.vocabulary, is_known=case.load.is_known
+            )
+        elif isinstance(case.load, HeldStreams):
+            vocabulary, seed = self._fixture.vocabulary, self._settings.seed
+            held = await measure_held(
+                running, case.load, vocabulary, seed=seed, repeat=run.round + 1
             )
         else:
             # Repeat 0 is the warm-up's.
@@ -221,7 +251,9 @@ class Comparison:
             run,
             figures=figures,
             first_use=first_use,
+            held=held,
             resident_bytes=await asyncio.to_thread(resident_bytes, running.process_ids),
+            file_bytes=await asyncio.to_thread(file_bytes, running.process_ids),
             cpu_seconds=cpu_seconds(running.process_ids) - busy_before,
             adapter_loads=None if loads is None else loads - counts_before["adapter_loads"],
             load_average=load_before,
@@ -248,12 +280,13 @@ class Comparison:
             adapters=self._fixture.adapters(RANK_8, stage.num_adapters),
             num_resident_adapters=stage.num_resident,
             max_lora_rank=stage.max_lora_rank,
-            max_num_seqs=_MAX_NUM_SEQS,
-            max_model_len=_MAX_MODEL_LEN,
+            max_num_seqs=self._sizes.max_num_seqs,
+            max_model_len=self._sizes.max_model_len,
             num_threads=self._settings.num_threads,
             cache=self._fixture.converted,
             work=self._work,
             log=self._work / "log",
+            gguf_file=self._fixture.gguf_file if self._fixture.shape.is_large else None,
         )
 
 
@@ -268,11 +301,13 @@ def _reason(error: Exception) -> str:
     return error.message if isinstance(error, LoraplexError) else f"{type(error).__name__}: {error}"
 
 
-def _warm_up(stage: Stage, seed: int) -> Iterator[Workload]:
+def _warm_up(stage: Stage, sizes: Sizes, seed: int) -> Iterator[Workload]:
     """Some requests to the base, and one to every adapter unless memory is too small for them."""
-    yield _workload(BaseOnly(), 8, Lengths(128, 128), 8, seed)
+    count, prompt, output = sizes.warm_up
+    yield _workload(BaseOnly(), count, Lengths(prompt, prompt), output, seed)
     if 0 < stage.num_adapters <= stage.num_resident:
-        yield _workload(Distinct(), stage.num_adapters, Lengths(16, 16), 1, seed)
+        prompt, output = sizes.warm_up_adapter
+        yield _workload(Distinct(), stage.num_adapters, Lengths(prompt, prompt), output, seed)
 
 
 def _workload(

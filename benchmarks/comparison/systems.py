@@ -5,7 +5,7 @@ sends every request through `Running.send`, so all systems are loaded by one loa
 reads what came back when the run is over (`Running.read`), so that parsing takes no time from it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -32,7 +32,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """What to serve, and how. The same for every system of a comparison."""
 
     model: Path
-    """A Hugging Face folder in bfloat16; a 32-bit system widens it, which is exact."""
+    """A Hugging Face folder in bfloat16; a 32-bit system widens it, which is exact. Of a model that
+    exists only as `gguf_file`, it has no weights."""
     tokens: tuple[str, ...]
     """The text of each token id; every token that is ever generated has a text of its own."""
     adapters: tuple[Adapter, ...]
@@ -53,6 +54,9 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """An empty folder for this one start; removed after `stop`. For logs, see `log`."""
     log: Path
     """The file for what the system prints."""
+    gguf_file: Callable[[str], Path] | None = None
+    """Gives the model as a GGUF file of a type, such as Q4_K_M, written at the first call; for
+    systems that read such files, in place of a conversion. None: they convert the folder."""
 
 
 class Running(Protocol):

@@ -17,7 +17,7 @@ def _transformers(name: str, place: Path, _weights: Sequence[str]) -> list[Syste
 
 
 def _vllm(name: str, place: Path, _weights: Sequence[str]) -> list[System]:
-    return [VllmCpu(venv_python(name, place))]
+    return [VllmCpu(venv_python(name, place), weight_bits) for weight_bits in (32, 16)]
 
 
 def _llama_cpp(_name: str, place: Path, weights: Sequence[str]) -> list[System]:

@@ -4,6 +4,7 @@ Slots join in a batch only if their LoRA lists are equal, so requests of differe
 served correctly, but one after another. It knows no adapter but those that it started with.
 """
 
+import asyncio
 import hashlib
 import re
 import subprocess
@@ -165,6 +166,9 @@ class LlamaCpp:
 
     async def model_file(self, setup: Setup) -> Path:
         """Return the GGUF file that it serves, which is made once. Raises ConfigError."""
+        if setup.gguf_file is not None:
+            gguf_type = self._quantized_type or self._model_type.upper()
+            return await asyncio.to_thread(setup.gguf_file, gguf_type)
         source = await self._converted_model(setup)
         if not self._quantized_type:
             return source

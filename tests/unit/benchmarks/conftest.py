@@ -129,3 +129,13 @@ def output_text(prompt, adapter, num_tokens: int) -> str:
 @pytest.fixture
 def fake_system():
     return FakeSystem
+
+
+@pytest.fixture
+def start_bare(tmp_path):
+    """An async function (system, num_adapters) -> FakeRunning, without a comparison."""
+
+    async def start_bare(system: FakeSystem, num_adapters: int = 4) -> FakeRunning:
+        return FakeRunning(system, num_adapters)
+
+    return start_bare

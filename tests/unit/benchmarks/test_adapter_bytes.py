@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 from comparison.adapter_bytes import AdapterBytes, adapter_bytes
 from comparison.fixture_tokenizer import FIRST_WORD_ID
-from comparison.fixtures import RANK_8, Fixture, LlamaShape
+from comparison.fixtures import RANK_8, Fixture
+from comparison.shapes import ModelShape
 
 from loraplex.app.plan import plan_memory
 from loraplex.core.config import ModelConfig
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 
-MIDGET = LlamaShape(
+MIDGET = ModelShape(
     name="midget",
     hidden_size=32,
     num_layers=4,

@@ -7,8 +7,8 @@ import compare
 import msgspec
 import pytest
 import typer
-from comparison.fixtures import SHAPES, TINY
 from comparison.loraplex_system import LoraplexLibrary, LoraplexServer
+from comparison.shapes import LLAMA_8B, SHAPES, TINY
 from typer.testing import CliRunner
 
 from loraplex.core.errors import ConfigError
@@ -31,6 +31,8 @@ def run_compare(*arguments: str):
         (["--peer", "vllm"], ("NAME=PATH", "--peer", "vllm")),
         (["--peer", "unheard-of=/"], ("llama.cpp",)),
         (["--only", "nobody"], ("fp32", "--only")),
+        (["--model", "llama-3.1-8b", "--weights", "8"], ("llama-3.1-8b", "--weights")),
+        (["--model", "qwen2.5-1.5b", "--workloads", "W6"], ("W6", "held")),
     ],
 )
 def test_a_bad_comparison_is_one_line(tmp_path, arguments, named):
@@ -65,6 +67,33 @@ def test_compares_loraplex_with_itself(monkeypatch, tmp_path):
     assert (tmp_path / "out-throughput.svg").stat().st_size > 1000
     again = run_compare(str(out), *arguments, "--fixtures", str(tmp_path / "fixtures"))
     assert again.stdout == result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compares_loraplex_on_a_large_models_way(monkeypatch, tmp_path):
+    """Use a small shape: restarts, the three starts, the short check and the summary."""
+    shape = msgspec.structs.replace(
+        LLAMA_8B,
+        hidden_size=512,
+        num_layers=2,
+        num_heads=8,
+        num_kv_heads=4,
+        ffn_size=1024,
+        vocab_size=32000,
+    )
+    monkeypatch.setitem(SHAPES, shape.name, shape)
+    arguments = ["--model", shape.name, "--weights", "gguf:Q4_K_M", "--rounds", "1"]
+    arguments += ["--workloads", "W1,W2,W3,W4,held", "--fixtures", str(tmp_path / "fixtures")]
+    result = run_compare(str(tmp_path / "out"), *arguments)
+    assert result.exit_code == 0, result.output
+    assert "estimated minutes" in result.stderr
+    assert result.stdout.count("(standard): right") == 2
+    assert "Not measured" not in result.stdout
+    assert "## Summary" in result.stdout
+    for kind in ("first", "cold", "warm"):
+        assert result.stdout.count(f"(standard, {kind}): ready in") == 2
+    assert "Streams held" in result.stdout
 
 
 def test_a_gguf_file_needs_its_maker():

@@ -8,8 +8,9 @@ from comparison.calibration import best_variant
 from comparison.cases import Case, Stage
 from comparison.first_use import FirstUse
 from comparison.fixture_tokenizer import FIRST_WORD_ID
-from comparison.fixtures import Fixture, LlamaShape
+from comparison.fixtures import Fixture
 from comparison.fleet import Fleet
+from comparison.held_streams import HeldStreams
 from comparison.journal import (
     Calibrated,
     Checked,
@@ -23,6 +24,8 @@ from comparison.journal import (
 )
 from comparison.report import comparison_markdown, comparison_report
 from comparison.runner import Comparison, TimeLimits
+from comparison.shapes import ModelShape
+from comparison.sizes import SHORT, STANDARD
 
 from loraplex.bench.arrivals import Burst
 from loraplex.bench.machine import Code, Machine
@@ -31,7 +34,7 @@ from loraplex.bench.workload import Lengths, Workload
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 
-MIDGET = LlamaShape(
+MIDGET = ModelShape(
     name="midget",
     hidden_size=32,
     num_layers=1,
@@ -126,7 +129,15 @@ def no_idling(monkeypatch):
 def compare(tmp_path):
     """An async function (systems, stages, **changes) -> (Journal, Log)."""
 
-    async def compare(systems, *wanted, budget=None, run_seconds=30.0, reference=None, **changes):
+    async def compare(
+        systems,
+        *wanted,
+        budget=None,
+        run_seconds=30.0,
+        reference=None,
+        sizes=STANDARD,
+        **changes,
+    ):
         settings = msgspec.structs.replace(SETTINGS, **changes)
         journal = Journal.open(tmp_path / "journal.jsonl", header(systems, settings))
         log = Log()
@@ -138,6 +149,7 @@ def compare(tmp_path):
             progress=log,
             work=tmp_path / "work",
             reference=reference,
+            sizes=sizes,
         )
         await comparison.run(wanted or (STAGE,))
         variants = [each for system in systems for each in system.variants.values()]
@@ -210,6 +222,31 @@ async def test_restarting_has_one_system_up_at_a_time(compare, fake_system):
         *("base, peer f32", "mixed, peer f32", "base, loraplex fp32", "mixed, loraplex fp32")
     ]
     assert max(highest) == 1
+
+
+async def test_the_first_start_of_a_large_model_is_three(compare, fake_system, monkeypatch):
+    dropped = []
+    monkeypatch.setattr("comparison.fleet.drop_from_page_cache", dropped.append)
+    systems = [fake_system("loraplex fp32"), fake_system("peer f32")]
+    journal, _ = await compare(systems, sizes=SHORT, is_restarting=True)
+    # The peer stays up from the end of the first round to the second one, which it begins.
+    for system, later in zip(systems, ([""], []), strict=True):
+        kinds = [entry.kind for entry in journal.of(Started) if entry.system == system.name]
+        assert kinds == ["first", "cold", "warm", *later]
+        assert len({setup.log for setup in system.starts}) == len(kinds)
+    assert len(dropped) == 2
+    # The check is the short one: the base and two adapters, alone and twice together.
+    assert [entry.verdict.num_asked for entry in journal.of(Checked)] == [6, 6]
+    assert all(setup.max_num_seqs == 32 for system in systems for setup in system.starts)
+
+
+async def test_streams_are_held_step_by_step(compare, fake_system):
+    load = HeldStreams(prompt_tokens=4, output_tokens=3, rungs=(1, 2))
+    stage = msgspec.structs.replace(STAGE, cases=(Case(name="held", load=load),))
+    journal, _ = await compare([fake_system()], stage, rounds=1)
+    (run,) = journal.of(Measured)
+    assert run.is_good
+    assert run.held.rungs[0].num_streams == 1
 
 
 async def test_all_systems_get_the_same_requests_and_no_prompt_twice(compare, fake_system):
@@ -414,6 +451,20 @@ async def test_the_fastest_variant_is_measured(compare, fake_system):
         "keen": "chosen",
         "broken": "no such build",
     }
+
+
+async def test_only_the_variants_that_are_wanted_are_tried(compare, fake_system):
+    peer = with_variants(fake_system, default=0.0, slow=0.002, quick=0.0)
+    journal, _ = await compare([peer], variants=("slow", "quick", "of another system"))
+    assert [entry.variant for entry in journal.of(Calibrated)] == ["slow", "quick"]
+    assert not peer.variants["default"].starts
+
+
+async def test_a_single_wanted_variant_is_measured_untried(compare, fake_system):
+    peer = with_variants(fake_system, default=0.0, other=0.0)
+    journal, _ = await compare([peer], variants=("other",))
+    assert not [*journal.of(Calibrated)]
+    assert len(peer.variants["other"].starts) == 1
 
 
 async def test_variants_are_tried_once(compare, fake_system):

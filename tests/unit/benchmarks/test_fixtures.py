@@ -7,13 +7,10 @@ from comparison.fixture_tokenizer import FIRST_WORD_ID
 from comparison.fixtures import (
     RANK_8,
     RANK_64,
-    SMALL,
-    TINY,
     Fixture,
-    LlamaShape,
     adapter_kind,
-    find_shape,
 )
+from comparison.shapes import SMALL, TINY, ModelShape, find_shape
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -21,7 +18,7 @@ from loraplex.bench.random_adapters import to_bfloat16, widen_bfloat16
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 
-MIDGET = LlamaShape(
+MIDGET = ModelShape(
     name="midget",
     hidden_size=32,
     num_layers=2,

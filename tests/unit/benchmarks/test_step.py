@@ -1,7 +1,8 @@
 import copy
+import json
 
 import pytest
-from step import slower_rows
+from step import find_baseline, slower_rows
 
 from support.naming import naming
 
@@ -16,6 +17,7 @@ def report():
         "context": 256,
         "threads": 2,
         "limits": {"vector_bytes": 64},
+        "machine": {"cpu_model": "Abacus"},
         "rows": rows,
     }
 
@@ -53,3 +55,19 @@ def test_a_batch_without_a_baseline_is_refused(report):
     larger = {**report, "rows": [*report["rows"], {"batch": 32, "best_share_of_floor": 0.5}]}
     with pytest.raises(ValueError, match=naming("batch", 32, "[1, 8]")):
         slower_rows(larger, report, 0.15)
+
+
+def test_a_folder_has_the_baseline_of_this_model_and_processor(report, tmp_path):
+    for name, changes in {
+        "step-other-model": {"model": "llama-3.1-8b:Q4_K_M"},
+        "step-other-processor": {"machine": {"cpu_model": "Loom"}},
+        "step-other-vectors": {"limits": {"vector_bytes": 32}},
+        "step-this": {},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**report, **changes}))
+    (tmp_path / "startup.json").write_text("[]")
+    path, baseline = find_baseline(tmp_path, report)
+    assert (path.name, baseline) == ("step-this.json", report)
+    (tmp_path / "step-this.json").unlink()
+    with pytest.raises(ValueError, match=naming("Abacus", "llama-small", "--json")):
+        find_baseline(tmp_path, report)

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 COMPARE = """
 import sys, typer, compare
-from comparison.fixtures import SHAPES, LlamaShape
-SHAPES["tiny"] = LlamaShape(
+from comparison.shapes import SHAPES, ModelShape
+SHAPES["tiny"] = ModelShape(
     name="tiny", hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_size=48,
     vocab_size=2000,
 )

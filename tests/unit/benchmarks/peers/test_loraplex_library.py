@@ -5,12 +5,13 @@ import os
 
 import msgspec
 import pytest
-from comparison.fixtures import RANK_8, Fixture, LlamaShape
+from comparison.fixtures import RANK_8, Fixture
 from comparison.loraplex_system import LoraplexLibrary
+from comparison.shapes import ModelShape
 
 from loraplex.core.errors import ConfigError
 
-MICRO = LlamaShape(
+MICRO = ModelShape(
     name="micro", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=96
 )
 

@@ -185,6 +185,28 @@ async def test_a_gguf_file_is_quantized_once_from_16_bits(folder, executable, se
     assert await LoraplexServer.with_weights(quantized.weights, [quantized]).file(setup) == file
 
 
+async def test_a_file_that_the_fixture_writes_is_not_converted(folder, setup, fake_server):
+    """Ours serves that very file, too, and needs no llama.cpp for it."""
+    taken = []
+
+    def gguf_file(gguf_type):
+        taken.append(gguf_type)
+        return setup.cache / f"{gguf_type}.gguf"
+
+    setup = msgspec.structs.replace(setup, gguf_file=gguf_file)
+    for weights, gguf_type in (("gguf:Q4_K_M", "Q4_K_M"), ("8-bit", "Q8_0"), ("16-bit", "F16")):
+        running = await LlamaCpp(folder, weights).start(setup)
+        await running.stop()
+        assert fake_server.flag("--model") == str(setup.cache / f"{gguf_type}.gguf")
+    assert taken == ["Q4_K_M", "Q8_0", "F16"]
+    assert (folder / "runs").read_text().split() == ["f16"] * 2  # the adapters
+    ours = LoraplexServer.with_weights("gguf:Q4_K_M", [], has_gguf_files=True)
+    assert (ours.name, ours.weight_bits) == ("loraplex gguf:Q4_K_M", 4)
+    assert await ours.file(setup) == setup.cache / "Q4_K_M.gguf"
+    with pytest.raises(ConfigError, match=naming("Q2_K", "Q4_K_M")):
+        LoraplexServer.with_weights("gguf:Q2_K", [], has_gguf_files=True)
+
+
 async def test_a_gguf_file_in_bfloat16_is_converted_without_quantization(folder, setup):
     converted = LlamaCpp(folder, "gguf:BF16")
     assert (converted.name, converted.weight_bits) == ("llama.cpp gguf:BF16", 16)

