@@ -3,10 +3,12 @@
 Needs the `dev` extra: nothing that serves imports this file.
 """
 
+import copy
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -24,6 +26,7 @@ from loraplex.core.adapter import LoraTarget
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostWeight
 
 _PARAMETER_SCALE = 0.15
+_MAX_SAVED = 8
 _NORM_WEIGHT = re.compile(r"norm|ln_\w+\.weight$")
 _LORA_MODULE = re.compile(r"(?:layers\.(\d+)\.(?:self_attn|mlp)|\.h\.(\d+))\.(\w+|\w+\.\w+)$")
 
@@ -68,11 +71,36 @@ def tiny_gpt2(vocab_size: int, **changes: Any) -> GPT2Config:
     return GPT2Config(**(sizes | ids | changes))
 
 
+class _SavedModel(NamedTuple):
+    model: Any
+    files: Mapping[str, bytes]
+    random_state: torch.Tensor
+    """State of torch's generator after the parameters were drawn."""
+
+
+_saved: dict[tuple[type, str, int], _SavedModel] = {}
+"""The latest models of this process by class and text of their configuration and by seed."""
+
+
 def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) -> Any:
     """Write a checkpoint with every parameter random, norms and biases too; returns the model.
 
-    The weights are float32; config.json states `config.dtype`.
+    The weights are float32; config.json states `config.dtype`. Equal arguments have equal results,
+    which are made once.
     """
+    key = type(config), config.to_json_string(use_diff=False), seed
+    saved = _saved.pop(key, None) or _random_model(config, seed)
+    _saved[key] = saved
+    if len(_saved) > _MAX_SAVED:
+        del _saved[next(iter(_saved))]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in saved.files.items():
+        (folder / name).write_bytes(content)
+    torch.set_rng_state(saved.random_state)
+    return copy.deepcopy(saved.model)
+
+
+def _random_model(config: PretrainedConfig, seed: int) -> _SavedModel:
     torch.manual_seed(seed)
     models: Any = AutoModelForCausalLM
     model = models.from_config(config)
@@ -80,8 +108,10 @@ def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) 
         for name, parameter in model.named_parameters():
             mean = 1.0 if _NORM_WEIGHT.search(name) else 0.0
             parameter.copy_(mean + _PARAMETER_SCALE * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return _SavedModel(model.eval(), files, torch.get_rng_state())
 
 
 def add_random_adapters(

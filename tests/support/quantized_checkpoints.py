@@ -1,6 +1,6 @@
 """Weights as other programs store them quantised: made from random codes by each layout's formula.
 
-Nothing here is shared with the code that reads them. Codes are laid into words as one long integer.
+Nothing here is shared with the code that reads them. Codes are laid into words bit by bit.
 """
 
 import json
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -32,13 +33,11 @@ class Case(NamedTuple):
 
 def words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """[..., n] -> [..., ceil(n bits / 32)] int32: codes one after another, from the lowest bit."""
-    num_words = -(-codes.shape[-1] * bits // 32)
-    rows = []
-    for row in codes.reshape(-1, codes.shape[-1]).tolist():
-        number = sum(code << (bits * index) for index, code in enumerate(row))
-        data = bytearray(number.to_bytes(4 * num_words, "little"))
-        rows.append(torch.frombuffer(data, dtype=torch.int32))
-    return torch.stack(rows).view(*codes.shape[:-1], num_words)
+    in_bits = (codes.unsqueeze(-1) >> torch.arange(bits)) & 1
+    row_bits = in_bits.flatten(-2).to(torch.uint8).numpy()
+    padding = [(0, 0)] * (row_bits.ndim - 1) + [(0, -row_bits.shape[-1] % 32)]
+    packed = np.packbits(np.pad(row_bits, padding), axis=-1, bitorder="little")
+    return torch.from_numpy(packed).view(torch.int32)
 
 
 def _codes(bits: int, *shape: int) -> torch.Tensor:

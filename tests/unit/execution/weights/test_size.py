@@ -45,21 +45,20 @@ def test_it_is_what_is_packed(backend, precision):
     assert weights_size(config, torch.bfloat16, precision) == pytest.approx(packed, rel=0.02)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", CASES)
-def test_stored_weights_take_about_what_is_said(name, backend, tmp_path):
+@pytest.fixture(scope="module", params=CASES)
+def stored(request, tmp_path_factory):
     """Groups of 16 inputs, as in these cases, have the largest share of scales."""
-    save_random_model(
-        tmp_path,
-        LlamaConfig(
-            **tiny_sizes(
-                128, hidden_size=256, intermediate_size=512, num_key_value_heads=4, head_dim=64
-            )
-        ),
-    )
-    quantize_folder(tmp_path, CASES[name])
-    spec, form = read_model(tmp_path), WeightFormat(dtype=torch.bfloat16)
-    packed = pack_checkpoint(tmp_path, spec, backends()[backend], form)
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"intermediate_size": 512, "num_key_value_heads": 4, "head_dim": 64}
+    save_random_model(folder, LlamaConfig(**tiny_sizes(128, hidden_size=256, **sizes)))
+    quantize_folder(folder, CASES[request.param])
+    return folder
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_stored_weights_take_about_what_is_said(stored, backend):
+    spec, form = read_model(stored), WeightFormat(dtype=torch.bfloat16)
+    packed = pack_checkpoint(stored, spec, backends()[backend], form)
     expected = weights_size(spec, torch.bfloat16, WeightPrecision.NATIVE)
     assert expected == pytest.approx(packed.num_bytes, rel=0.15)
     assert spec.stored_format is not None
