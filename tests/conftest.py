@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -88,6 +89,11 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.Logger.manager.loggerDict.items():
         if name.startswith("torch.") and isinstance(logger, logging.Logger):
             logger.propagate = True
+    # Before the first launch, and only where a test has imported kernels.
+    if "triton.runtime.interpreter" in sys.modules:
+        from support.interpreted_kernels import patch_once_in_a_launch
+
+        patch_once_in_a_launch()
     # The garbage collector looks through modules and tests neither now nor later.
     gc.freeze()
 
