@@ -104,44 +104,51 @@ _NUM_ADAPTERS = 32
 _SHIPPED_MODEL = "capitals"
 
 
+_ServeFlags = Annotated[
+    list[str] | None,
+    typer.Argument(help="Flags for the measured `loraplex serve`, after --."),
+]
+_Url = Annotated[
+    str | None,
+    typer.Option(help="Address of a running server, which is measured as it is."),
+]
+_Model = Annotated[
+    Path | None,
+    typer.Option(help="Model to serve with random adapters (default: the shipped model)."),
+]
+_Adapters = Annotated[
+    int | None,
+    typer.Option(min=0, help="Number of adapters; 0: base only (default: 32, or all of --url)."),
+]
+_Load = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Load: closed:CONCURRENCY, burst or poisson:RATE; repeatable (default: closed:1, "
+        "closed:8 and closed:32)."
+    ),
+]
+_Popularity = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Popularity of adapters: identical, uniform, distinct or zipf:S; repeatable "
+        "(default: identical and distinct)."
+    ),
+]
+_Requests = Annotated[
+    int | None,
+    typer.Option(min=1, help="Requests in a run (default: twice the concurrency, at least 8)."),
+]
+
+
 def bench_run(
-    serve_flags: Annotated[
-        list[str] | None,
-        typer.Argument(help="Flags for the measured `loraplex serve`, after --."),
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(help="Address of a running server, which is measured as it is."),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Model to serve with random adapters (default: the shipped model)."),
-    ] = None,
-    adapters: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Number of adapters; 0: base only (default: 32, or all of --url)."
-        ),
-    ] = None,
+    serve_flags: _ServeFlags = None,
+    url: _Url = None,
+    model: _Model = None,
+    adapters: _Adapters = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the random adapters.")] = 8,
-    load: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Load: closed:CONCURRENCY, burst or poisson:RATE; repeatable (default: closed:1, "
-            "closed:8 and closed:32)."
-        ),
-    ] = None,
-    popularity: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Popularity of adapters: identical, uniform, distinct or zipf:S; repeatable "
-            "(default: identical and distinct)."
-        ),
-    ] = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests in a run (default: twice the concurrency, at least 8)."),
-    ] = None,
+    load: _Load = None,
+    popularity: _Popularity = None,
+    requests: _Requests = None,
     prompt_tokens: Annotated[
         str, typer.Option(help="Length of prompts: N, or LOW-HIGH for a uniform distribution.")
     ] = "32",

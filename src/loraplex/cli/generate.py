@@ -49,16 +49,21 @@ _Choice = Annotated[list[str] | None, typer.Option(help="One of the possible out
 _NumDraftTokens = Annotated[
     int, typer.Option(help="Maximum number of draft tokens (prompt lookup); 0: none.")
 ]
+_Adapter = Annotated[
+    list[str] | None,
+    typer.Option(help="Adapter as NAME=PATH, in addition to the base model; repeatable."),
+]
+_Chat = Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")]
+_Timing = Annotated[
+    bool, typer.Option("--timing", help="Print the time that each completion took.")
+]
 
 
 @with_settings("dtype", "device", "quantization")
 def generate(
     model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(help="Adapter as NAME=PATH, in addition to the base model; repeatable."),
-    ] = None,
+    adapter: _Adapter = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -77,17 +82,14 @@ def generate(
     regex: _Regex = None,
     choice: _Choice = None,
     num_draft_tokens: _NumDraftTokens = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a user's message.")
-    ] = False,
-    timing: Annotated[
-        bool, typer.Option("--timing", help="Print the time that each completion took.")
-    ] = False,
+    chat: _Chat = False,
+    timing: _Timing = False,
     **settings: Any,
 ) -> None:
     """Complete one prompt without a server: with the base model and every adapter, in one batch."""
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     with errors_to_exit_code():
+        beam = BeamSearch(width=beam_width, length_penalty=length_penalty)
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
@@ -97,9 +99,7 @@ def generate(
             stop=tuple(stop or ()),
             n=n,
             best_of=best_of,
-            beam=BeamSearch(width=beam_width, length_penalty=length_penalty)
-            if beam_width != 1
-            else None,
+            beam=None if beam_width == 1 else beam,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
             no_repeat_ngram_size=no_repeat_ngram_size,

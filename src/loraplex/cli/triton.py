@@ -236,6 +236,24 @@ _SOURCE = Path("tensorrt_llm", "1", "source")
 version, so that Triton ignores it."""
 
 
+_ServerFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Flag for loraplex compat triton, as --server-flag=--memory=8GiB; repeatable."
+    ),
+]
+_RequestSocket = Annotated[
+    str,
+    typer.Option(
+        help="Unix socket of the server, for Triton's user (default: in a folder of its own)."
+    ),
+]
+_BackendDirectory = Annotated[
+    Path | None,
+    typer.Option(help="Folder for the backend vllm, for repositories with backend: vllm."),
+]
+
+
 def export(
     folder: Annotated[
         Path | None, typer.Argument(help="Repository to write: a new folder.")
@@ -254,16 +272,8 @@ def export(
     decoupled: Annotated[
         bool, typer.Option(help="With --model: the option of loraplex compat triton init.")
     ] = False,
-    backend_directory: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the backend vllm, for repositories with backend: vllm."),
-    ] = None,
-    request_socket: Annotated[
-        str,
-        typer.Option(
-            help="Unix socket of the server, for Triton's user (default: in a folder of its own)."
-        ),
-    ] = "",
+    backend_directory: _BackendDirectory = None,
+    request_socket: _RequestSocket = "",
     join: Annotated[
         bool, typer.Option(help="Use the server that runs at --request-socket.")
     ] = False,
@@ -273,12 +283,7 @@ def export(
     python: Annotated[
         str, typer.Option(help="Python with loraplex, which starts the server (default: this one).")
     ] = sys.executable,
-    server_flag: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Flag for loraplex compat triton, as --server-flag=--memory=8GiB; repeatable."
-        ),
-    ] = None,
+    server_flag: _ServerFlag = None,
 ) -> None:
     """Write models for tritonserver that forward requests to loraplex."""
     from loraplex.compat.triton.export import Export, export_vllm_backend  # noqa: PLC0415 - slow import

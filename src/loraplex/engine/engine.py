@@ -7,6 +7,7 @@ threads nor processes: `engine.loop` calls it.
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -48,7 +49,6 @@ from loraplex.engine.messages import (
 )
 from loraplex.engine.runner import AdapterLoader, RankProbes, Runner, StepHandle
 from loraplex.engine.step_marker import MAX_STEPS, StepMarker
-from loraplex.engine.step_record import ended_record
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.eviction import EVICTION_POLICIES
 from loraplex.memory.kv_blocks import KVBlocks
@@ -352,7 +352,7 @@ class Engine:
     def _ended(self, step: _LaunchedStep, result: StepResult | None) -> StepRecord:
         duration_ns = self._clock.now_ns() - step.record.start_ns
         self._step_ns += duration_ns
-        return ended_record(step.record, step.plan, result, duration_ns)
+        return _ended_record(step.record, step.plan, result, duration_ns)
 
 
 def build_engine(
@@ -415,3 +415,28 @@ def build_engine(
             )
         )
     return Engine(scheduler, runner, loader, adapters, event_clock, journal, ranks)
+
+
+def _ended_record(
+    record: StepRecord, plan: StepPlan, result: StepResult | None, duration_ns: int
+) -> StepRecord:
+    """Return the record with the step's result; None: the step failed."""
+    if result is None:
+        return msgspec.structs.replace(
+            record, duration_ns=duration_ns, num_failed_rows=len(plan.rows)
+        )
+    return msgspec.structs.replace(
+        record,
+        duration_ns=duration_ns,
+        num_accepted_tokens=sum(_num_accepted(plan, result)),
+        num_new_tokens=sum(len(row.token_ids) for row in result.rows),
+        num_failed_rows=sum(row.error is not None for row in result.rows),
+        adapter_copies_ended=len(result.copies_done) + len(result.copies_failed),
+        timing=result.timing,
+    )
+
+
+def _num_accepted(plan: StepPlan, result: StepResult) -> Iterator[int]:
+    for row, row_result in zip(plan.rows, result.rows, strict=True):
+        if row.draft_token_ids and row_result.token_ids:
+            yield len(row_result.token_ids) - 1

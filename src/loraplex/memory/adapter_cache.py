@@ -161,7 +161,6 @@ class AdapterCache:
         self._enter(entry, Residency.ABSENT)
         self._num_in[Residency.ABSENT] -= 1
         del self._entries[handle]
-        self._orders.forget(handle)
         return dropped
 
     def __contains__(self, handle: AdapterHandle) -> bool:
@@ -194,8 +193,8 @@ class AdapterCache:
         for handle in handles:
             entry = self._entries[handle]
             entry.wants += 1
+            entry.num_uses += 1
             entry.idle_since_ns = None
-            self._orders.used(handle)
             self._orders.settle(entry)
         found = {self._entries[handle].residency for handle in handles}
         if found == {Residency.DEVICE}:
@@ -253,7 +252,7 @@ class AdapterCache:
         assert entry.residency is Residency.LOADING, entry.residency
         self._counts.loads += 1
         self._counts.read_times = self._counts.read_times.with_one(load_ns)
-        self._orders.loaded(handle, load_ns)
+        entry.load_ns = load_ns
         self._enter(entry, Residency.HOST)
 
     def load_failed(self, handle: AdapterHandle, error: ErrorInfo, now_ns: int) -> None:

@@ -4,7 +4,6 @@ adapter in the adapter cache, which implies the orders that it is in."""
 import dataclasses
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -27,8 +26,11 @@ class EvictionOrder(Protocol):
 
     def __len__(self) -> int: ...
 
-    def add(self, handle: AdapterHandle, size: int) -> None:
-        """Add an adapter that may be evicted, and was used just now."""
+    def add(self, handle: AdapterHandle, size: int, num_uses: int = 0, load_ns: int = 0) -> None:
+        """Add an adapter that may be evicted, and was used just now.
+
+        num_uses: requests that wanted it so far. load_ns: time of its last load from its file.
+        """
         ...
 
     def remove(self, handle: AdapterHandle) -> None:
@@ -45,21 +47,9 @@ class EvictionOrder(Protocol):
 
 
 class EvictionPolicy(Protocol):
-    """Policy of one tier: its orders, and what it remembers of adapters."""
+    """Policy of one tier, for all its orders."""
 
     def new_order(self) -> EvictionOrder: ...
-
-    def used(self, handle: AdapterHandle) -> None:
-        """Note that a request wants an adapter, wherever it is."""
-        ...
-
-    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
-        """Note that an adapter was loaded from its file in `load_ns`."""
-        ...
-
-    def forget(self, handle: AdapterHandle) -> None:
-        """Forget an adapter that is no longer registered."""
-        ...
 
 
 class _Sizes:
@@ -72,7 +62,13 @@ class _Sizes:
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def add(self, handle: AdapterHandle, size: int) -> None:
+    def add(
+        self,
+        handle: AdapterHandle,
+        size: int,
+        num_uses: int = 0,  # noqa: ARG002
+        load_ns: int = 0,  # noqa: ARG002
+    ) -> None:
         assert handle not in self._sizes, f"adapter {handle} is in the order already"
         self._sizes[handle] = size
         self.total_size += size
@@ -98,19 +94,10 @@ class LRU(_Sizes):
 
 
 class LRUPolicy:
-    """LRU policy. It remembers nothing: the place in the order is the time of the last use."""
+    """LRU policy: the place in the order is the time of the last use."""
 
     def new_order(self) -> EvictionOrder:
         return LRU()
-
-    def used(self, handle: AdapterHandle) -> None:
-        """Do nothing: joining an order has the same effect."""
-
-    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
-        """Do nothing: all loads count alike."""
-
-    def forget(self, handle: AdapterHandle) -> None:
-        """Do nothing: nothing was remembered."""
 
 
 class _Worth(NamedTuple):
@@ -132,27 +119,14 @@ class GreedyDualPolicy:
     def __init__(self, worth: Callable[[int, int, int], float]) -> None:
         """worth(uses, load_ns, size): value of keeping an adapter, without fading."""
         self._worth = worth
-        self._uses: Counter[AdapterHandle] = Counter()
-        self._load_ns: dict[AdapterHandle, int] = {}
         self._faded = 0.0
         self._joins = itertools.count()
 
     def new_order(self) -> EvictionOrder:
         return _LeastWorth(self)
 
-    def used(self, handle: AdapterHandle) -> None:
-        self._uses[handle] += 1
-
-    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
-        self._load_ns[handle] = load_ns
-
-    def forget(self, handle: AdapterHandle) -> None:
-        self._uses.pop(handle, None)
-        self._load_ns.pop(handle, None)
-
-    def worth_now(self, handle: AdapterHandle, size: int) -> _Worth:
-        lasting = self._worth(self._uses[handle], self._load_ns.get(handle, 0), size)
-        return _Worth(self._faded + lasting, next(self._joins))
+    def worth_now(self, num_uses: int, load_ns: int, size: int) -> _Worth:
+        return _Worth(self._faded + self._worth(num_uses, load_ns, size), next(self._joins))
 
     def evicted(self, worth: _Worth) -> None:
         self._faded = max(self._faded, worth.value)
@@ -166,9 +140,9 @@ class _LeastWorth(_Sizes):
         self._policy = policy
         self._worths: dict[AdapterHandle, _Worth] = {}
 
-    def add(self, handle: AdapterHandle, size: int) -> None:
+    def add(self, handle: AdapterHandle, size: int, num_uses: int = 0, load_ns: int = 0) -> None:
         super().add(handle, size)
-        self._worths[handle] = self._policy.worth_now(handle, size)
+        self._worths[handle] = self._policy.worth_now(num_uses, load_ns, size)
 
     def remove(self, handle: AdapterHandle) -> None:
         super().remove(handle)
@@ -231,6 +205,11 @@ class AdapterEntry:
     """Reserved (LOADING) or filled."""
     page_ids: tuple[PageId, ...] = ()
     wants: int = 0
+    """Requests that need it and have not ended."""
+    num_uses: int = 0
+    """Requests that needed it so far."""
+    load_ns: int = 0
+    """Time of its last load from its file."""
     num_users: int = 0
     """Reference count: running sequences that use it."""
     is_pinned: bool = False
@@ -295,13 +274,12 @@ class AdapterOrders:
     """
 
     def __init__(self, new_policy: NewEvictionPolicy) -> None:
-        self._host = new_policy()
-        self._host_redundant = self._host.new_order()
-        self._host_idle = self._host.new_order()
-        self._host_wanted = self._host.new_order()
-        self._device = new_policy()
-        self._device_idle = self._device.new_order()
-        self._device_wanted = self._device.new_order()
+        host, device = new_policy(), new_policy()
+        self._host_redundant = host.new_order()
+        self._host_idle = host.new_order()
+        self._host_wanted = host.new_order()
+        self._device_idle = device.new_order()
+        self._device_wanted = device.new_order()
 
     @property
     def num_redundant(self) -> int:
@@ -335,20 +313,6 @@ class AdapterOrders:
             size -= order.total_size
         return victims
 
-    def used(self, handle: AdapterHandle) -> None:
-        """Note that a request wants the adapter."""
-        self._host.used(handle)
-        self._device.used(handle)
-
-    def loaded(self, handle: AdapterHandle, load_ns: int) -> None:
-        self._host.loaded(handle, load_ns)
-        self._device.loaded(handle, load_ns)
-
-    def forget(self, handle: AdapterHandle) -> None:
-        """Forget an adapter, which must be in no order."""
-        self._host.forget(handle)
-        self._device.forget(handle)
-
     def settle(self, entry: AdapterEntry, *, used: bool = False) -> None:
         """Put an entry into the orders that its state implies.
 
@@ -360,13 +324,13 @@ class AdapterOrders:
             if entry.host_order is not None:
                 entry.host_order.remove(entry.handle)
             if host_order is not None:
-                host_order.add(entry.handle, entry.num_bytes)
+                host_order.add(entry.handle, entry.num_bytes, entry.num_uses, entry.load_ns)
             entry.host_order = host_order
         if device_order is not entry.device_order:
             if entry.device_order is not None:
                 entry.device_order.remove(entry.handle)
             if device_order is not None:
-                device_order.add(entry.handle, entry.num_pages)
+                device_order.add(entry.handle, entry.num_pages, entry.num_uses, entry.load_ns)
             entry.device_order = device_order
 
     def check(self, entries: Iterable[AdapterEntry]) -> None:

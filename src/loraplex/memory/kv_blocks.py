@@ -183,10 +183,8 @@ class KVBlocks:
         compute. Then takes blocks for up to max_new_tokens (>= 1) of the tokens after it, with a
         window for up to max_step_tokens. Groups without a window must nevertheless have blocks for
         max_new_tokens. None and no change if there are too few blocks; num_reserved_blocks must
-        stay available in each group.
-
-        max_cached_tokens = 0 serves nothing (prompt log probabilities need every position).
-        later_salts: as of PrefixCache.match.
+        stay available in each group. max_cached_tokens = 0 serves nothing (prompt log probabilities
+        need every position). later_salts: as of PrefixCache.match.
         `retention`, for a prompt of num_prompt_tokens, applies to served blocks from now on.
 
         In groups of the encoder's positions it takes blocks for all num_encoder_tokens, or shares
@@ -194,9 +192,8 @@ class KVBlocks:
         """
         assert token_ids, "an empty sequence"
         assert max_new_tokens > 0, "nothing to compute"
-        limit = len(token_ids) - 1
-        if max_cached_tokens is not None:
-            limit = min(limit, max_cached_tokens)
+        most = len(token_ids) if max_cached_tokens is None else max_cached_tokens
+        limit = min(len(token_ids) - 1, most)
         found = self._prefix_cache.match(token_ids, kv_salt, limit, later_salts)
         num_served = longest_served(self._policies, found)
         num_cached = num_served * self.block_size
@@ -222,9 +219,8 @@ class KVBlocks:
         for group, table in zip(self.groups, hits, strict=True):
             for index, block_id in enumerate(table):
                 self._retain(group, block_id, retention, index, num_prompt_tokens)
-        return AdmittedBlocks(
-            tables, num_cached, num_first, num_encoder_tokens if donor is None else 0
-        )
+        num_to_encode = num_encoder_tokens if donor is None else 0
+        return AdmittedBlocks(tables, num_cached, num_first, num_to_encode)
 
     def fits(self, block_tables: BlockTables, num_tokens: int) -> bool:
         """Return whether num_tokens tokens fit in the block tables of a sequence."""

@@ -9,6 +9,7 @@ attention. And the language model within a multimodal wrapper.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import operator
@@ -224,29 +225,7 @@ def build_layer(
     sizes = (attention.q_size, attention.kv_size, attention.kv_size)
     qkv_sizes = (sum(sizes),) if len(names.qkv) == 1 else sizes
     heads = {} if attention.head_order else dict(zip(QKV_PARTS, sizes, strict=True))
-
-    def group(
-        name: str,
-        paths: tuple[str, ...],
-        sizes: tuple[int, ...],
-        in_features: int,
-        modules: tuple[str, ...] = (),
-        num_experts: int | None = None,
-        parts: Mapping[str, int] = MappingProxyType({}),
-        head_dim: int | None = None,
-    ) -> LinearGroup:
-        modules = modules or tuple(map(names.module, paths))
-        return LinearGroup(
-            paths=tuple(prefix + path for path in paths),
-            outputs=dict(zip(modules, sizes, strict=True)),
-            in_features=in_features,
-            has_bias=name in traits.biased,
-            parts=parts,
-            head_dim=head_dim,
-            num_experts=num_experts,
-            is_row=name in _ROW_GROUPS,
-        )
-
+    group = functools.partial(_linear_group, traits, prefix)
     if traits.experts is None or index in traits.experts.dense_layers:
         inner_size = feed_forward.inner_size
         up_parts = dict.fromkeys(UP_PARTS[not feed_forward.is_gated :], inner_size)
@@ -274,6 +253,36 @@ def build_layer(
         },
         is_parallel=traits.is_parallel,
         residual_factor=traits.residual_factor,
+    )
+
+
+def _linear_group(
+    traits: Traits,
+    prefix: str,
+    name: str,
+    paths: tuple[str, ...],
+    sizes: tuple[int, ...],
+    in_features: int,
+    modules: tuple[str, ...] = (),
+    num_experts: int | None = None,
+    parts: Mapping[str, int] = MappingProxyType({}),
+    head_dim: int | None = None,
+) -> LinearGroup:
+    """Return a group of the layer whose tensors begin with the prefix.
+
+    paths, sizes: path and number of outputs of each linear layer. modules: their names; empty: the
+    paths have them.
+    """
+    modules = modules or tuple(map(traits.names.module, paths))
+    return LinearGroup(
+        paths=tuple(prefix + path for path in paths),
+        outputs=dict(zip(modules, sizes, strict=True)),
+        in_features=in_features,
+        has_bias=name in traits.biased,
+        parts=parts,
+        head_dim=head_dim,
+        num_experts=num_experts,
+        is_row=name in _ROW_GROUPS,
     )
 
 

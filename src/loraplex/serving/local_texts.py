@@ -15,7 +15,7 @@ from loraplex.serving.backend import ModelCard
 from loraplex.serving.sandbox.process import Sandbox, SandboxKind
 from loraplex.serving.text.chat_template import NO_TEMPLATE, TOO_BIG, ChatTemplate
 from loraplex.serving.text.detokenizer import continuation
-from loraplex.text.tokenizer import Tokenizer, prompt_token_ids
+from loraplex.text.tokenizer import Tokenizer
 
 INLINE_CHARACTERS = 1024
 """Shorter texts are tokenized on the event loop: handing them to a thread would take longer."""
@@ -128,7 +128,9 @@ class LocalTexts:
         """Return the tokens of a text. One of too many is refused before all of it is tokenized.
 
         The tokens of its parts can differ by a few from those of the whole: so the limit is far
-        above what the model takes.
+        above what the model takes. With add_special_tokens the tokens that the folder's tokenizer
+        puts around a text are added, but never a second BOS: a text that begins with it (a chat
+        template or the client wrote it) gets no other.
         """
         max_model_len = self.card.max_model_len
         if len(text) > max_model_len * MAX_TOKEN_CHARACTERS:
@@ -140,7 +142,10 @@ class LocalTexts:
             num_tokens += len(self.tokenizer.encode(text[start : start + part], False))
             if num_tokens > max_tokens:
                 raise self._too_long(f"more than {max_tokens} tokens")
-        return prompt_token_ids(self.tokenizer, text, add_special_tokens)
+        token_ids = self.tokenizer.encode(text, add_special_tokens)
+        bos = self.tokenizer.bos_token_id
+        has_two = add_special_tokens and bos is not None and token_ids[:2] == [bos, bos]
+        return token_ids[1:] if has_two else token_ids
 
     def _too_long(self, size: str) -> PromptTooLongError:
         return PromptTooLongError(

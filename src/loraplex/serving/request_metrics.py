@@ -90,6 +90,18 @@ class RequestMetrics:
             "Between tokens of a sequence; tokens that come together share their time.",
             INTER_TOKEN_BUCKETS,
         )
+        self._add_times()
+        self.constrained_requests = self._counter(
+            "constrained_requests", "Requests whose output must match a grammar.", ("model", "kind")
+        )
+        self.restarted_requests = self._counter(
+            "restarted_requests",
+            "Requests that went on in another engine after theirs had died.",
+            ("model",),
+        )
+
+    def _add_times(self) -> None:
+        """Add the histograms of the time of a request and its parts."""
         self.e2e_latency = self._histogram(
             "e2e_request_latency_seconds",
             "From admission to the last output of requests that finished.",
@@ -115,14 +127,6 @@ class RequestMetrics:
             "request_adapter_wait_time_seconds",
             "From arrival until the last of the request's adapters was on the device.",
             _QUEUE_BUCKETS,
-        )
-        self.constrained_requests = self._counter(
-            "constrained_requests", "Requests whose output must match a grammar.", ("model", "kind")
-        )
-        self.restarted_requests = self._counter(
-            "restarted_requests",
-            "Requests that went on in another engine after theirs had died.",
-            ("model",),
         )
 
     @contextlib.contextmanager

@@ -163,7 +163,7 @@ class ServedModel(LocalTexts):
 
     def state_of(self, version: AdapterVersion) -> AdapterState:
         """Whether a request would be refused for it."""
-        if self.discovered.of(version.tenant, version.name) is not None:
+        if (version.tenant, version.name) in self.discovered.by_name:
             return AdapterState.UNVALIDATED
         if version.digest in self.store.missing_digests:
             return AdapterState.MISSING

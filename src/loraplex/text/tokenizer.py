@@ -239,16 +239,3 @@ def _cleans_up_spaces(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) 
         return False
     even_for_bpe = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     return type(backend.model).__name__ != "BPE" or bool(config.get(even_for_bpe, False))
-
-
-def prompt_token_ids(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the token ids of a prompt.
-
-    With add_special_tokens the tokens that the folder's tokenizer puts around a text are added, but
-    never a second BOS: a text that begins with it (a chat template or the client wrote it) gets no
-    other.
-    """
-    token_ids = tokenizer.encode(text, add_special_tokens)
-    bos = tokenizer.bos_token_id
-    has_two = add_special_tokens and bos is not None and token_ids[:2] == [bos, bos]
-    return token_ids[1:] if has_two else token_ids

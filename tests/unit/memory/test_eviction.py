@@ -46,28 +46,20 @@ def test_every_order_counts_sizes_and_chooses_until_it_suffices(name):
     assert (order.total_size, order.sizes()) == (40, {1: 10, 3: 30})
 
 
-def add_used(policy, order, handle, uses, size=1):
-    for _ in range(uses):
-        policy.used(handle)
-    order.add(handle, size)
-
-
 def test_lfu_evicts_the_least_frequently_used():
-    policy = lfu_policy()
-    order = policy.new_order()
+    order = lfu_policy().new_order()
     for handle, uses in ((1, 3), (2, 1), (3, 2), (4, 1)):
-        add_used(policy, order, handle, uses)
+        order.add(handle, 1, uses)
     assert list(order.sizes()) == [2, 4, 3, 1]
     assert order.choose(3) == [2, 4, 3]
 
 
 def test_old_fame_fades():
     """Adapter 1 was requested 10 times, long ago: 11 evictions later it goes before a new one."""
-    policy = lfu_policy()
-    order = policy.new_order()
-    add_used(policy, order, 1, uses=10)
+    order = lfu_policy().new_order()
+    order.add(1, 1, 10)
     for handle in range(2, 13):
-        add_used(policy, order, handle, uses=1)
+        order.add(handle, 1, 1)
         (victim,) = order.choose(1)
         order.remove(victim)
         if victim == 1:
@@ -75,21 +67,8 @@ def test_old_fame_fades():
     assert victim == 1
 
 
-def test_a_forgotten_adapter_starts_anew():
-    policy = lfu_policy()
-    order = policy.new_order()
-    add_used(policy, order, 1, uses=5)
-    order.remove(1)
-    policy.forget(1)
-    add_used(policy, order, 2, uses=2)
-    add_used(policy, order, 1, uses=1)
-    assert list(order.sizes()) == [1, 2]
-
-
 def test_cost_keeps_what_is_dear_to_bring_back():
-    policy = cost_policy()
-    order = policy.new_order()
+    order = cost_policy().new_order()
     for handle, load_ns, size in ((1, 1000, 1), (2, 1000, 10), (3, 9000, 10), (4, 10, 1)):
-        policy.loaded(handle, load_ns)
-        add_used(policy, order, handle, uses=1, size=size)
+        order.add(handle, size, 1, load_ns)
     assert list(order.sizes()) == [4, 2, 3, 1]

@@ -3,6 +3,7 @@ import pytest
 from loraplex.core.adapter import Residency
 from loraplex.core.errors import AdapterTooLargeError, ErrorInfo
 from loraplex.memory.adapter_cache import AdapterCache
+from loraplex.memory.eviction import lfu_policy
 from support.naming import naming
 
 ERROR = ErrorInfo("adapter_load_failed", "no such file")
@@ -344,3 +345,22 @@ def test_statistics():
     assert stats.copies == 2
     assert sum(stats.read_times.counts) == 3
     assert sum(stats.copy_times.counts) == 2
+
+
+def test_the_uses_of_an_adapter_count_until_it_is_forgotten():
+    cache = AdapterCache(100, 10, keeps_host_copy=True, new_policy=lfu_policy)
+    for handle in range(3):
+        cache.register(handle, 40, 1)
+    for handle in (0, 0, 1):
+        cache.want((handle,))
+        cache.unwant((handle,))
+    load(cache, 0)
+    load(cache, 1)
+    assert load(cache, 2) == (1,)
+    assert cache.forget(0) == (0,)
+    cache.register(0, 40, 1)
+    load(cache, 0)
+    cache.want((2,))
+    cache.unwant((2,))
+    assert load(cache, 1) == (0,)
+    cache.check()

@@ -6,7 +6,9 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from loraplex.text.tokenizer import load_tokenizer, prompt_token_ids
+from loraplex.serving.local_texts import ChatRenderer, LocalTexts
+from loraplex.text.tokenizer import load_tokenizer
+from support.echo_service import echo_card
 from support.tiny_tokenizer_pipelines import PIPELINES, with_config, write_gemma
 from support.tiny_tokenizers import BOS, EOS, FAMILIES, write_llama_sentencepiece
 
@@ -46,16 +48,21 @@ def test_flags_count_beside_a_sentencepiece_model(flags, tmp_path):
 def test_a_templates_bos_is_the_only_one(family, tmp_path):
     """It holds with and without add_special_tokens; one that the client wrote counts, too."""
     tokenizer = load_tokenizer({**JSON_FAMILIES, **FAMILIES}[family](tmp_path))
+    texts = LocalTexts(echo_card("m"), tokenizer, ChatRenderer({}))
+
+    def tokenize(text: str, add_special_tokens: bool) -> list[int]:
+        return texts.tokenize(text, add_special_tokens=add_special_tokens)
+
     bos = tokenizer.special_tokens.get("bos_token")
     if bos is None:
-        assert prompt_token_ids(tokenizer, "Hello", True) == tokenizer.encode("Hello", False)
+        assert tokenize("Hello", True) == tokenizer.encode("Hello", False)
         return
     with_bos = tokenizer.encode(bos + "Hello", False)
     assert with_bos.count(tokenizer.bos_token_id) == 1
-    assert prompt_token_ids(tokenizer, bos + "Hello", True) == with_bos
-    assert prompt_token_ids(tokenizer, bos + "Hello", False) == with_bos
-    assert prompt_token_ids(tokenizer, "Hello", False).count(tokenizer.bos_token_id) == 0
-    added = prompt_token_ids(tokenizer, "Hello", True)
+    assert tokenize(bos + "Hello", True) == with_bos
+    assert tokenize(bos + "Hello", False) == with_bos
+    assert tokenize("Hello", False).count(tokenizer.bos_token_id) == 0
+    added = tokenize("Hello", True)
     assert added[0] == tokenizer.bos_token_id
     assert added.count(tokenizer.bos_token_id) == 1
 

@@ -42,13 +42,14 @@ class DiscoveredAdapters:
     """
 
     def __init__(self) -> None:
-        self._by_name: dict[tuple[str, str], ConfiguredAdapter] = {}
+        self.by_name: dict[tuple[str, str], ConfiguredAdapter] = {}
+        """By tenant and own name. Only `put` and `drop` change it."""
         self._names_by_task: dict[tuple[str, int], str] = {}
         self._names_by_alias: dict[tuple[str, str], str] = {}
 
     def put(self, adapter: ConfiguredAdapter) -> None:
         self.drop(adapter.name, adapter.tenant)
-        self._by_name[adapter.tenant, adapter.name] = adapter
+        self.by_name[adapter.tenant, adapter.name] = adapter
         if adapter.task_id is not None:
             self._names_by_task[adapter.tenant, adapter.task_id] = adapter.name
         for alias in adapter.aliases:
@@ -56,7 +57,7 @@ class DiscoveredAdapters:
 
     def drop(self, name: str, tenant: str = DEFAULT_TENANT) -> ConfiguredAdapter | None:
         """Remove an adapter, which was validated or has disappeared; return it."""
-        adapter = self._by_name.pop((tenant, name), None)
+        adapter = self.by_name.pop((tenant, name), None)
         if adapter is not None and adapter.task_id is not None:
             self._names_by_task.pop((tenant, adapter.task_id), None)
         for alias in () if adapter is None else adapter.aliases:
@@ -65,30 +66,28 @@ class DiscoveredAdapters:
 
     def drop_declared(self, tenant: str, name: str) -> None:
         """Remove an adapter that only a declaration names."""
-        adapter = self.of(tenant, name)
+        adapter = self.by_name.get((tenant, name))
         if adapter is not None and adapter.declaration is not None:
             self.drop(name, tenant)
-
-    def of(self, tenant: str, name: str) -> ConfiguredAdapter | None:
-        """Return a tenant's adapter by its own name."""
-        return self._by_name.get((tenant, name))
 
     def find(self, key: AdapterKey, tenant: str = DEFAULT_TENANT) -> ConfiguredAdapter | None:
         """Return the adapter of a name, an alias or a task id; a digest is not known yet."""
         match key:
             case ByName(name):
-                found = self.of(tenant, name)
-                return found or self.of(tenant, self._names_by_alias.get((tenant, name), ""))
+                found = self.by_name.get((tenant, name))
+                alias = self._names_by_alias.get((tenant, name), "")
+                return found or self.by_name.get((tenant, alias))
             case ByTaskId(task_id):
-                return self.of(tenant, self._names_by_task.get((tenant, task_id), ""))
+                named = self._names_by_task.get((tenant, task_id), "")
+                return self.by_name.get((tenant, named))
             case ByDigest():
                 return None
 
     def __iter__(self) -> Iterator[ConfiguredAdapter]:
-        return iter(tuple(self._by_name.values()))
+        return iter(tuple(self.by_name.values()))
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self.by_name)
 
 
 class TenantAdapters:
@@ -140,7 +139,7 @@ class TenantAdapters:
         for tenant in self._tenants:
             version = self._store.find(AdapterRef(self._model, tenant, key))
             if version is not None and (version.name in rights.use or version.name in rights.list):
-                return self._discovered.of(tenant, version.name)
+                return self._discovered.by_name.get((tenant, version.name))
             found = self._discovered.find(key, tenant)
             if found is not None and (found.name in rights.use or found.name in rights.list):
                 return found

@@ -367,7 +367,7 @@ class DeclaredAdapters:
             self._catalog.check_is_no_base(name)
         except LoraplexError as error:
             return error.message
-        found = model.discovered.of(tenant, name)
+        found = model.discovered.by_name.get((tenant, name))
         is_configured = version is not None and version.origin is VersionOrigin.CONFIGURED
         if is_configured or (found is not None and found.declaration is None):
             return "the configuration of this server has an adapter of this name"
