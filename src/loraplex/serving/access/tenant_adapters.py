@@ -43,7 +43,7 @@ class DiscoveredAdapters:
 
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, str], ConfiguredAdapter] = {}
-        """By tenant and own name. Only `put` and `drop` change it."""
+        """Adapters by tenant and own name. Only `put` and `drop` change it."""
         self._names_by_task: dict[tuple[str, int], str] = {}
         self._names_by_alias: dict[tuple[str, str], str] = {}
 
