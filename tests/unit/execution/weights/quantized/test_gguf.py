@@ -1,6 +1,7 @@
 """GGUF files: blocks decoded to the bit, models described as folders, hostile files refused."""
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
-from loraplex.core.gguf import BlockType, read_gguf
+from loraplex.core.gguf import BlockType, GgufFile, read_gguf
 from loraplex.demo import BASE_PATH
+from loraplex.execution.weights import gguf_folder as gguf_folders
 from loraplex.execution.weights.checkpoint import Checkpoint
 from loraplex.execution.weights.gguf_folder import gguf_folder
 from loraplex.execution.weights.loading import checkpoint_digest
@@ -145,6 +147,32 @@ def test_files_that_the_folder_of_the_file_lost_do_not_stay(file: Path, tmp_path
     assert sorted(path.name for path in folder.iterdir()) == [
         *("config.json", "model.gguf", "tokenizer.json", "tokenizer_config.json")
     ]
+
+
+def test_a_folder_is_made_once(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a change of one of its files, or of the file itself, makes it anew."""
+    folder = gguf_folder(file, tmp_path / "folders")
+    wanted = (folder / "config.json").read_text()
+    readings: list[Path] = []
+
+    def note(path: Path) -> GgufFile:
+        readings.append(path)
+        return read_gguf(path)
+
+    monkeypatch.setattr(gguf_folders, "read_gguf", note)
+    assert gguf_folder(file, tmp_path / "folders") == folder
+    assert readings == []
+    (folder / "config.json").write_text("{}")
+    for _ in range(2):
+        assert gguf_folder(file, tmp_path / "folders") == folder
+        assert (folder / "config.json").read_text() == wanted
+    assert readings == [file]
+    (folder / "tokenizer.json").unlink()
+    gguf_folder(file, tmp_path / "folders")
+    assert (folder / "tokenizer.json").exists()
+    os.utime(file)
+    gguf_folder(file, tmp_path / "folders")
+    assert readings == [file] * 3
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
@@ -400,4 +428,5 @@ def test_what_the_folder_has(file: Path, tmp_path: Path) -> None:
     folder = gguf_folder(file, tmp_path / "folders")
     assert (folder / "model.gguf").resolve() == file
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    assert sorted(path.name for path in (tmp_path / "folders").iterdir()) == [folder.name]
+    folders = sorted(path.name for path in (tmp_path / "folders").iterdir())
+    assert folders == ["seen", folder.name]
