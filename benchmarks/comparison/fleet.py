@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from comparison.journal import Journal, Started, StartKind
-from comparison.page_cache import drop_from_page_cache
+from comparison.page_cache import drop_from_page_cache, wait_for_files
 from comparison.processes import cpu_seconds, resident_bytes, variables_of_children
 from comparison.systems import Running, Setup, System
 from loraplex.core.errors import ConfigError
@@ -70,6 +70,7 @@ class Fleet:
         if not self._measures_starts or has_started:
             return await self._start(system, "")
         await self._start(system, "first")
+        await wait_for_files(self._setup.cache)
         await self._stop(system.name)
         await asyncio.to_thread(drop_from_page_cache, self._setup.model.parent)
         await self._start(system, "cold")

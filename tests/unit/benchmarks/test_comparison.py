@@ -227,6 +227,7 @@ async def test_restarting_has_one_system_up_at_a_time(compare, fake_system):
 async def test_the_first_start_of_a_large_model_is_three(compare, fake_system, monkeypatch):
     dropped = []
     monkeypatch.setattr("comparison.fleet.drop_from_page_cache", dropped.append)
+    monkeypatch.setattr("comparison.page_cache._QUIET_SECONDS", 0.001)
     systems = [fake_system("loraplex fp32"), fake_system("peer f32")]
     journal, _ = await compare(systems, sizes=SHORT, is_restarting=True)
     # The peer stays up from the end of the first round to the second one, which it begins.
