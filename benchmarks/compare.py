@@ -123,6 +123,10 @@ def compare(
             way.with_weights(each, others, has_gguf_files=shape.is_large)
             for each in formats
             for way in (LoraplexServer, LoraplexLibrary)
+            # With a large model the library is run only where a peer is a library, too.
+            if not shape.is_large
+            or way.is_http
+            or any((peer.weights, peer.is_http) == (each, False) for peer in others)
         ]
         systems = [*ours, *others]
         wanted = [

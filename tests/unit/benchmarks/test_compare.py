@@ -88,11 +88,12 @@ def test_compares_loraplex_on_a_large_models_way(monkeypatch, tmp_path):
     result = run_compare(str(tmp_path / "out"), *arguments)
     assert result.exit_code == 0, result.output
     assert "estimated minutes" in result.stderr
-    assert result.stdout.count("(standard): right") == 2
+    assert result.stdout.count("(standard): right") == 1
     assert "Not measured" not in result.stdout
     assert "## Summary" in result.stdout
     for kind in ("first", "cold", "warm"):
-        assert result.stdout.count(f"(standard, {kind}): ready in") == 2
+        assert result.stdout.count(f"(standard, {kind}): ready in") == 1
+    assert "library" not in result.stdout  # no peer is one
     assert "Streams held" in result.stdout
 
 
