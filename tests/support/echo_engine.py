@@ -186,13 +186,12 @@ class EchoOutputs:
         self._num_taken = 0
 
     async def take(self) -> list[EngineOutput]:
-        filled = self._stream._filled
-        if not filled.is_set():
+        if not self._stream.pending:
             self._raise_defect()
             await self._engine.pause()
-        while not filled.is_set():
+        while not self._stream.pending:
             self._engine.step()
-            if not filled.is_set():
+            if not self._stream.pending:
                 await asyncio.sleep(_PAUSE_SECONDS)
         outputs = await self._stream.take()
         self._num_taken += len(outputs)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loraplex.core.errors import BodyTimeoutError, LoraplexError, NotReadyError
 from loraplex.frontends.body_limits import UPLOADS_PREFIX
+from loraplex.frontends.direct_writes import DIRECT
 from loraplex.frontends.long_json import SENT_BYTES, parts_of
 from loraplex.frontends.telemetry.connections import HttpConnections
 
@@ -260,6 +261,10 @@ class ConnectionGuard(asyncio.Protocol):
         """Why the rest of the body is not waited for."""
         self._waiting: asyncio.Timeout | None = None
         """Around an application's wait for the body."""
+        self._is_paused = False
+        """More bytes wait in the transport than it takes at once."""
+        self._send: Send | None = None
+        """uvicorn's, for the current request."""
 
     # ---------------------------------------------------------------- the connection
 
@@ -304,10 +309,12 @@ class ConnectionGuard(asyncio.Protocol):
         return self._protocol.eof_received()
 
     def pause_writing(self) -> None:
+        self._is_paused = True
         self.transport.paused()
         self._protocol.pause_writing()
 
     def resume_writing(self) -> None:
+        self._is_paused = False
         self.transport.resumed()
         self._protocol.resume_writing()
 
@@ -546,13 +553,28 @@ class ConnectionGuard(asyncio.Protocol):
             return send(message)
 
         scope["headers"] = self.headers  # without trailers, which uvicorn appends to its own
+        self._send, scope[DIRECT] = send, self
         try:
             await app(scope, guarded_receive, guarded_send)
         finally:
-            self._is_in_progress = False
+            self._is_in_progress, self._send = False, None
             self.transport.flush()
             if self._early:
                 self._loop.call_soon(self._read_early)
+
+    @property
+    def is_writable(self) -> bool:
+        """Implements DirectWriter."""
+        return self._send is not None and not self._is_paused and not self.transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Implements DirectWriter."""
+        assert self._send is not None, "written after the end of the response"
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
+        # uvicorn waits for nothing while writing is not paused: no task has to await it.
+        for _ in sending.__await__():
+            raise RuntimeError("the server waits though the client reads")
+        self.transport.flush()
 
 
 async def _send_in_parts(message: Message, send: Send) -> None:

@@ -26,6 +26,7 @@ from loraplex.core.errors import (
 )
 from loraplex.frontends.access import Authenticate, headers_of, principal_of
 from loraplex.frontends.body_limits import LEASE, BodyLease, BodyMemory
+from loraplex.frontends.direct_writes import DIRECT
 from loraplex.frontends.telemetry.telemetry import REQUEST_ID_HEADER, Telemetry
 from loraplex.serving.access.tenant_bytes import SMALL_BYTES
 from loraplex.serving.response_memory import ResponseMemory
@@ -141,6 +142,7 @@ class _Response:
         except NotReadyError as error:
             note_error(error)
             self._is_refused = True
+            self._scope.pop(DIRECT, None)
             response = self._refuse(self._scope["path"], error)
             # A page of another origin must see why it was refused.
             response.raw_headers += filter(_is_of_cors, message.get("headers", ()))

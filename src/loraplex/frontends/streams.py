@@ -4,6 +4,7 @@ Knows no wire format.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -28,7 +29,7 @@ from loraplex.core.output import (
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.frontends.field_names import Reworded, as_it_is
-from loraplex.serving.backend import TextBackend, admit_all, close_outputs
+from loraplex.serving.backend import ReadyOutputs, TextBackend, admit_all, close_outputs
 from loraplex.serving.best_of import joined
 from loraplex.serving.interleaving import interleaved
 
@@ -110,15 +111,36 @@ async def _disconnected(receive: Callable[[], Awaitable[Mapping[str, Any]]]) -> 
         pass
 
 
+@dataclasses.dataclass(slots=True)
+class ReadyOutput:
+    """Implements ReadyOutputs of a single admitted request, as `generate_all` yields them.
+
+    The outputs of several requests are merged by tasks.
+    """
+
+    outputs: ReadyOutputs[RequestOutput] | None = None
+    """Outputs of the request; None: it is not admitted, not alone, or read by tasks only."""
+
+    def when_ready(self, read: Callable[[], bool]) -> None:
+        if self.outputs is not None:
+            self.outputs.when_ready(read)
+
+    def take_ready(self) -> IndexedOutput | None:
+        output = None if self.outputs is None else self.outputs.take_ready()
+        return None if output is None else (0, output)
+
+
 async def generate_all(
     backend: TextBackend,
     requests: Sequence[GenerateRequest],
     principal: Principal,
     reworded: Reworded = as_it_is,
+    ready: ReadyOutput | None = None,
 ) -> AsyncGenerator[IndexedOutput, None]:
     """Admit the requests, then yield their outputs as they arrive.
 
-    reworded: makes an error of it that names the client's own fields.
+    reworded: makes an error of it that names the client's own fields. ready: gets the outputs of a
+    single request, so that they can be read without a task, too.
     If one is refused or fails, its error is raised and the others are aborted; closing the
     generator aborts all.
     """
@@ -127,6 +149,8 @@ async def generate_all(
             if len(requests) == 1:
                 only = await backend.generate(requests[0], principal)
                 stack.push_async_callback(close_outputs, only)
+                if ready is not None and isinstance(only, ReadyOutputs):
+                    ready.outputs = only
                 async for output in only:
                     yield 0, output
                 return

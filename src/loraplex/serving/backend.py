@@ -8,7 +8,7 @@ protocols.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -34,12 +34,15 @@ from loraplex.serving.adapter_usage import AdapterUsage
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.text.chat_format import ChatFormat
 
+T_co = TypeVar("T_co", covariant=True)
+
 __all__ = [
     "AdapterCard",
     "Admission",
     "Backend",
     "Health",
     "ModelCard",
+    "ReadyOutputs",
     "admit_all",
     "admit_together",
     "close_outputs",
@@ -400,6 +403,22 @@ async def admit_all(
             streams.append(await admit(msgspec.structs.replace(request, batch=batch)))
             stack.push_async_callback(close_outputs, streams[-1])
     return streams
+
+
+@runtime_checkable
+class ReadyOutputs(Protocol[T_co]):
+    """Outputs of a request that can be read without a task, in the turn in which they come."""
+
+    def when_ready(self, read: Callable[[], bool]) -> None:
+        """Call a function whenever outputs come while a task awaits the next one.
+
+        It returns whether it has read them. Otherwise the task gets them, and what it raises.
+        """
+        ...
+
+    def take_ready(self) -> T_co | None:
+        """Return the next output; None if it is to be awaited. For `read` only."""
+        ...
 
 
 async def vector_of(outputs: AsyncIterator[RequestOutput]) -> Pooled:

@@ -1,8 +1,8 @@
 """One request's way back: the engine's tokens become text, and end where the client said."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Final, Protocol
 
 from loraplex.core.errors import error_from_info
 from loraplex.core.output import (
@@ -19,10 +19,13 @@ from loraplex.core.request import EngineRequest, GenerateRequest, RequestId
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Pool
 from loraplex.serving.best_of import BestOf
-from loraplex.serving.engines.in_flight_request import EngineOutputs
+from loraplex.serving.engines.in_flight_request import EngineOutputs, OutputStream
 from loraplex.serving.logits_files import files_of, read_and_delete
 from loraplex.serving.text.sequence_text import SequenceText
 from loraplex.text.tokenizer import Tokenizer
+
+_FEW_TOKENS: Final = 32
+"""Tokens whose text is formatted at once, between the outputs of other requests."""
 
 
 class Aborter(Protocol):
@@ -52,6 +55,15 @@ class _Outputs(AsyncIterator[RequestOutput]):
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._engine_request.prompt_token_ids)
+
+    def when_ready(self, read: Callable[[], bool]) -> None:
+        """Implements ReadyOutputs."""
+        if isinstance(self._stream, OutputStream):
+            self._stream.when_ready(read)
+
+    def take_ready(self) -> RequestOutput | None:
+        """Implements ReadyOutputs; None by default."""
+        return None
 
     async def aclose(self) -> None:
         """Abort the request unless it is over, whether or not anything was read."""
@@ -105,6 +117,18 @@ class Generation(_Outputs):
                 return output
         raise StopAsyncIteration
 
+    def take_ready(self) -> RequestOutput | None:
+        """Return the next increment, if it is a small one in the middle of the request.
+
+        Ends, errors, files and what takes long to format are read by `anext`.
+        """
+        stream = self._stream
+        if self._best_of is not None or not isinstance(stream, OutputStream):
+            return None
+        if not _are_plain(stream.pending):
+            return None
+        return self._merge(stream.take_pending(), {})
+
     def _merge(
         self, engine_outputs: Sequence[EngineOutput], logits: Mapping[str, Logits]
     ) -> RequestOutput:
@@ -117,7 +141,9 @@ class Generation(_Outputs):
         pieces = [self._push(delta, logits) for delta in deltas]
         if last.error is not None and not self._has_all_text:
             raise error_from_info(last.error)
-        timing = last.timing or RequestTiming(self._engine_request.arrival_ns)
+        timing = last.timing
+        if last.finished and timing is None:
+            timing = RequestTiming(self._engine_request.arrival_ns)
         return self._output(
             self._returned([piece for piece in pieces if piece is not None], last.finished),
             finished=last.finished,
@@ -213,6 +239,19 @@ def outputs_of(
     if isinstance(engine_request.task, Pool):
         return Pooling(request, engine_request, adapters, stream, engine)
     return Generation(request, engine_request, adapters, tokenizer, stream, engine)
+
+
+def _are_plain(outputs: Sequence[EngineOutput]) -> bool:
+    """Return whether outputs bring a few tokens, and nothing else."""
+    num_tokens = 0
+    for output in outputs:
+        if output.finished or output.prompt_logprobs is not None or output.prompt_logits:
+            return False
+        for delta in output.deltas:
+            if delta.finish_reason is not None or delta.logprobs or delta.logits:
+                return False
+            num_tokens += len(delta.token_ids)
+    return 0 < num_tokens <= _FEW_TOKENS
 
 
 async def _logits_of(outputs: Sequence[EngineOutput]) -> Mapping[str, Logits]:

@@ -6,7 +6,7 @@ to those that are served.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -53,6 +53,10 @@ class AdmittedOutputs(Protocol):
 
     @property
     def num_prompt_tokens(self) -> int: ...
+
+    def when_ready(self, read: Callable[[], bool]) -> None: ...
+
+    def take_ready(self) -> RequestOutput | None: ...
 
 
 class RequestMetrics:
@@ -224,6 +228,8 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         self._num_counted_tokens = 0
         self._is_over = False
         self._inter_token_latency = metrics.inter_token_latency.labels(model)
+        self._generation_tokens = metrics.generation_tokens
+        """The counter; from the first output on that of the model and the adapter."""
 
     async def __anext__(self) -> RequestOutput:
         try:
@@ -235,6 +241,17 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
             self._end_lease(is_error=isinstance(error, LoraplexError))
             raise
         self._count(output)
+        return output
+
+    def when_ready(self, read: Callable[[], bool]) -> None:
+        """Implements ReadyOutputs."""
+        self._outputs.when_ready(read)
+
+    def take_ready(self) -> RequestOutput | None:
+        """Implements ReadyOutputs."""
+        output = self._outputs.take_ready()
+        if output is not None:
+            self._count(output)
         return output
 
     async def aclose(self) -> None:
@@ -249,13 +266,15 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
             self._adapter = self._metrics.adapter_label(output)
             prompt_tokens = self._metrics.prompt_tokens.labels(self._model, self._adapter)
             prompt_tokens.inc(len(output.prompt_token_ids))
+            generation_tokens = self._metrics.generation_tokens
+            self._generation_tokens = generation_tokens.labels(self._model, self._adapter)
         for sequence in output.sequences:
             self._count_tokens(sequence.index, len(sequence.token_ids), now_ns)
             self._finish_reason = sequence.finish_reason or self._finish_reason
         num_new = output.num_output_tokens - self._num_counted_tokens
         if num_new > 0:
             self._num_counted_tokens = output.num_output_tokens
-            self._metrics.generation_tokens.labels(self._model, self._adapter).inc(num_new)
+            self._generation_tokens.inc(num_new)
         if output.finished:
             self._count_times(output, now_ns)
             self._end(self._finish_reason or FinishReason.STOP)

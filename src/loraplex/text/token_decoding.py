@@ -240,7 +240,10 @@ class TextStream:
         self._replacers = [StreamReplacer(old, new) for old, new in clean_up]
 
     def push(self, token_ids: Sequence[int]) -> str:
-        return self._finished_text("".join(map(self._text, token_ids)), final=False)
+        text = "".join(map(self._text, token_ids))
+        if self._num_to_strip or self._replacers:
+            return self._finished_text(text, final=False)
+        return text
 
     def finish(self) -> str:
         """What was still held back. The stream is over."""
@@ -255,10 +258,17 @@ class TextStream:
     def _text(self, token_id: int) -> str:
         """Return what is certain now that this token has come."""
         vocabulary = self._vocabulary
-        if token_id in self._skipped_ids or vocabulary.token(token_id) is None:
+        if token_id in self._skipped_ids:
+            return ""
+        piece = vocabulary.piece(token_id)
+        is_inside = not (self._is_first or self._run or self._utf8.buffer)
+        if piece and is_inside and piece.isascii() and token_id not in vocabulary.byte_ids:
+            return piece.decode("ascii")  # most tokens: the decoder below takes longer
+        if vocabulary.token(token_id) is None:
             return ""
         is_first, self._is_first = self._is_first, False
-        piece = (vocabulary.first_piece if is_first else vocabulary.piece)(token_id)
+        if is_first:
+            piece = vocabulary.first_piece(token_id)
         if token_id not in vocabulary.byte_ids:
             return self._end_run() + self._utf8.decode(piece)
         self._run += piece

@@ -18,6 +18,7 @@ from loraplex.app.serving_process import bind
 from loraplex.core.errors import ConfigError, NotReadyError
 from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.body_limits import BodyMemory
+from loraplex.frontends.direct_writes import DIRECT
 from loraplex.frontends.long_json import SENT_BYTES
 from loraplex.frontends.middleware import RequestMiddleware
 from loraplex.frontends.telemetry.connections import HttpConnections
@@ -86,6 +87,28 @@ async def _endless(request: Request) -> Response:
     return StreamingResponse(chunks())
 
 
+class _Direct(Response):
+    """Writes all but its head and its end without `send`, while the client reads."""
+
+    async def __call__(self, scope, receive, send) -> None:
+        direct = scope[DIRECT]
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+        await send(start)
+        direct.write(b"first")
+        num_bytes = int(scope["query_string"])
+        while direct.is_writable and num_bytes:
+            direct.write(bytes(100_000))
+            num_bytes -= 100_000
+        scope["app"].state.left.set()
+        await send({"type": "http.response.body", "body": b"last"})
+        assert not direct.is_writable or num_bytes == 0
+
+
+async def _direct(request: Request) -> Response:
+    del request
+    return _Direct()
+
+
 class Raw:
     """One connection, byte by byte."""
 
@@ -147,6 +170,7 @@ async def port():
                 Route("/stream", _stream),
                 Route("/long", _long),
                 Route("/endless", _endless),
+                Route("/direct", _direct),
                 Route("/waiting", _waiting, methods=["POST"]),
                 Route("/v1/uploads/early", _early, methods=["PUT"]),
                 Route("/{path:path}", _echo, methods=["GET", "POST", "PUT"]),
@@ -565,3 +589,28 @@ async def test_other_tasks_run_between_the_parts_of_a_long_body():
     await http_guard._send_in_parts(body, send)
     task.cancel()
     assert len(set(seen)) == len(seen) == 4
+
+
+async def test_parts_that_are_written_directly(port):
+    server = await port()
+    raw = await server.connect()
+    raw.send(b"GET /direct?0 HTTP/1.1\r\nhost: x\r\n\r\n")
+    head = await raw.reader.readuntil(b"\r\n\r\n")
+    assert b"transfer-encoding: chunked" in head
+    body = await raw.reader.readuntil(b"0\r\n\r\n")
+    assert body == b"5\r\nfirst\r\n4\r\nlast\r\n0\r\n\r\n"
+    raw.send(b"GET /early-on HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await raw.response())[0] == 200
+
+
+async def test_direct_parts_end_where_a_client_does_not_read(port):
+    server = await port()
+    raw = await server.connect()
+    raw.writer.transport.pause_reading()
+    raw.send(b"GET /direct?%d HTTP/1.1\r\nhost: x\r\n\r\n" % (_LONG_BYTES * 100))
+    async with asyncio.timeout(60):
+        await server.left.wait()
+        raw.writer.transport.resume_reading()
+        end = b""
+        while not end.endswith(b"4\r\nlast\r\n0\r\n\r\n"):
+            end = end[-100:] + await raw.reader.read(1 << 20)

@@ -1,12 +1,19 @@
 """Both ends of a channel: in a thread, and over a socket."""
 
+import select
+import socket
 import threading
 import time
 
 import pytest
-import zmq
 
-from loraplex.engine.channel import EPOCH_BYTES, SocketChannel, ThreadChannel
+from loraplex.engine.channel import (
+    EPOCH_BYTES,
+    FRAME_HEAD,
+    FrameReader,
+    SocketChannel,
+    ThreadChannel,
+)
 from loraplex.engine.messages import (
     AbortRequest,
     ConfirmEvents,
@@ -26,38 +33,61 @@ def epoch_frame(epoch: int) -> bytes:
     return epoch.to_bytes(EPOCH_BYTES, "big")
 
 
+def framed_message(epoch: bytes, message: bytes) -> bytes:
+    return FRAME_HEAD.pack(len(message), epoch) + message
+
+
 class SocketEnd:
     """What serving's end does, without asyncio."""
 
-    def __init__(self, context: zmq.Context, endpoint: str) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(endpoint)
-        self.identity = b""
+    def __init__(self, path: str) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen()
+        self._reader = FrameReader()
+        self._frames = []
+
+    def accept(self) -> None:
+        self._socket, _ = self._listener.accept()
+        self._socket.settimeout(60)
+
+    def poll(self, timeout_ms: int) -> bool:
+        """Whether anything comes in time."""
+        return bool(self._frames or select.select([self._socket], [], [], timeout_ms / 1000)[0])
 
     def receive(self) -> tuple[bytes, bytes]:
-        assert self.socket.poll(60_000)
-        self.identity, epoch, payload = self.socket.recv_multipart()
-        return epoch, payload
+        while not self._frames:
+            data = self._socket.recv(1 << 16)
+            assert data, "the channel was closed"
+            self._frames += self._reader.feed(data)
+        return self._frames.pop(0)
 
     def put(self, command, epoch: int) -> None:
-        self.socket.send_multipart([self.identity, epoch_frame(epoch), encode(command)])
+        self._socket.sendall(framed_message(epoch_frame(epoch), encode(command)))
+
+    def put_bytes(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._listener.close()
 
 
 @pytest.fixture
 def ends(tmp_path_factory):
-    endpoint = f"ipc://{tmp_path_factory.mktemp('s')}/s"  # a short path
-    with zmq.Context() as context:
-        end = SocketEnd(context, endpoint)
-        channel = SocketChannel(endpoint, epoch=7)
-        channel.send(READY)
-        yield channel, end
-        closing = threading.Thread(target=channel.close)
-        closing.start()
-        while closing.is_alive():
-            if end.socket.poll(10) and decode_event(end.receive()[1]) == EngineEnded():
-                end.put(ConfirmEvents(), 7)
-        end.socket.close()
+    path = str(tmp_path_factory.mktemp("s") / "s")
+    end = SocketEnd(path)
+    channel = SocketChannel(path, epoch=7)
+    end.accept()
+    channel.send(READY)
+    yield channel, end
+    closing = threading.Thread(target=channel.close)
+    closing.start()
+    while closing.is_alive():
+        if end.poll(10) and decode_event(end.receive()[1]) == EngineEnded():
+            end.put(ConfirmEvents(), 7)
+            closing.join()
+    end.close()
 
 
 def test_a_thread_gets_commands_in_order():
@@ -143,7 +173,40 @@ def test_what_was_sent_is_delivered_after_close(ends):
     end.put(Shutdown(), 7)  # came too late
     end.put(ConfirmEvents(), 6)  # is meant for another engine
     assert closing.is_alive()
-    assert not end.socket.poll(0), "nothing follows"
+    assert not end.poll(0), "nothing follows"
     end.put(ConfirmEvents(), 7)
     closing.join()
     channel.close()  # closed already
+
+
+def test_frames_come_in_any_pieces():
+    messages = [(epoch_frame(number), bytes(number * 40)) for number in range(5)]
+    stream = b"".join(framed_message(*message) for message in messages)
+    for size in (1, 7, 64, len(stream)):
+        reader = FrameReader()
+        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+        assert [frame for piece in pieces for frame in reader.feed(piece)] == messages
+
+
+def test_a_command_in_pieces_is_waited_for(ends):
+    channel, end = ends
+    frame = framed_message(epoch_frame(7), encode(PreloadAdapter("mine")))
+    end.put_bytes(frame[:9])
+    assert channel.receive(0) is None
+    end.put_bytes(frame[9:])
+    assert channel.receive(None) == PreloadAdapter("mine")
+
+
+def test_a_channel_without_serving_waits_for_the_end_of_its_process(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("s") / "s")
+    end = SocketEnd(path)
+    channel = SocketChannel(path, epoch=7)
+    end.accept()
+    end.close()
+    assert channel.receive(None) is None
+    start = time.monotonic()
+    assert channel.receive(0.02) is None
+    assert time.monotonic() - start >= 0.02
+    for _ in range(100):
+        channel.send(READY)  # is lost
+    channel._socket.close()

@@ -45,6 +45,7 @@ from loraplex.frontends.openapi.operation import (
 )
 from loraplex.frontends.streams import (
     IndexedOutput,
+    ReadyOutput,
     done,
     gather_all,
     generate_all,
@@ -157,9 +158,14 @@ class GenerationEndpoints:
 
         work_of = _work_of(call)
         if body.stream:
-            outputs = generate_all(backend, requests, principal, reworded)
+            ready = ReadyOutput()
             return ChunkStream(
-                outputs, writer(), request_id(request), self._dialect.errors, work_of=work_of
+                generate_all(backend, requests, principal, reworded, ready),
+                writer(),
+                request_id(request),
+                self._dialect.errors,
+                work_of=work_of,
+                ready=ready,
             )
         whole = await until_disconnect(
             request.receive, gather_all(backend, requests, principal, reworded)

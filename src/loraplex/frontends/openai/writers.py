@@ -50,6 +50,7 @@ from loraplex.frontends.openai.responses import (
     ToolCallDelta,
     Usage,
 )
+from loraplex.frontends.openai.sse import EventTemplate, TextEventWriter
 from loraplex.frontends.streams import IndexedOutput
 from loraplex.serving.text.chat_format import (
     ALL_IS_CONTENT,
@@ -66,6 +67,11 @@ DIGESTS_HEADER = "x-loraplex-adapter"
 _ALL: Final = slice(None)
 _CHOICES_PIECE: Final = 8
 """Choices that are encoded at a time: each may have the text of a long prompt."""
+
+
+def _has_text_only(call: "CallFields") -> bool:
+    """Whether the chunks in the middle of a stream differ in their text alone."""
+    return not (call.wants_logprobs or call.returns_token_ids or call.continuous_usage)
 
 
 class UsageCounter:
@@ -155,8 +161,8 @@ class CallFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_text: str | UnsetType = UNSET
     """Prompt that a chat's template has rendered."""
 
-    def choice_index(self, request_index: int, sequence: SequenceOutput) -> int:
-        return request_index * self.requests[0].sampling.n + sequence.index
+    def choice_index(self, request_index: int, sequence_index: int) -> int:
+        return request_index * self.requests[0].sampling.n + sequence_index
 
     def token_ids(self, sequence: SequenceOutput) -> list[int] | UnsetType:
         return list(sequence.token_ids) if self.returns_token_ids else UNSET
@@ -210,6 +216,9 @@ class CompletionWriter:
         self._prompts: dict[int, RequestOutput] = {}
         self._prompt_texts: dict[int, str] = {}
         self._fingerprint = BASE_FINGERPRINT
+        self._has_text_only = _has_text_only(call) and not call.wants_prompt_logprobs
+        self._templates: dict[tuple[int, int], EventTemplate] = {}
+        """Templates by the indices of a request and of its sequence."""
 
     def headers(self, first: IndexedOutput) -> Mapping[str, str]:
         return adapter_headers(first[1])
@@ -221,6 +230,35 @@ class CompletionWriter:
                 choice.logprobs and choice.logprobs.tokens
             ):
                 yield self._completion([choice], self._call.chunk_usage(self._usage))
+
+    def text_events(self, item: IndexedOutput) -> bytes | None:
+        """Implements TextEventWriter."""
+        request_index, output = item
+        if not self._has_text_only:
+            return None
+        templates = []
+        for sequence in output.sequences:
+            template = self._template(request_index, sequence)
+            if template is None:
+                return None
+            templates.append(template)
+        self._usage.see(request_index, output)
+        texts = (sequence.text for sequence in output.sequences)
+        return b"".join(
+            template.with_text(text)
+            for template, text in zip(templates, texts, strict=True)
+            if text
+        )
+
+    def _template(self, request_index: int, sequence: SequenceOutput) -> EventTemplate | None:
+        """Return the template of a choice that has begun."""
+        key = request_index, sequence.index
+        template = self._templates.get(key)
+        if template is None and self._call.choice_index(*key) in self._logprob_writers:
+            choice = self._choice(request_index, msgspec.structs.replace(sequence, text=""))
+            chunk = self._completion([choice], self._call.chunk_usage(self._usage))
+            template = self._templates[key] = EventTemplate(chunk, "text")
+        return template
 
     def last_chunks(self) -> Iterator[Completion]:
         if self._call.include_usage:
@@ -258,7 +296,7 @@ class CompletionWriter:
         return [self._choice(request_index, sequence) for sequence in output.sequences]
 
     def _choice(self, request_index: int, sequence: SequenceOutput) -> CompletionChoice:
-        index = self._call.choice_index(request_index, sequence)
+        index = self._call.choice_index(request_index, sequence.index)
         prompt = self._prompts[request_index]
         is_first = index not in self._logprob_writers
         echoed = is_first and self._call.echo
@@ -312,6 +350,9 @@ class ChatWriter:
         self._begun: set[int] = set()
         self._prompt_is_sent = False
         self._fingerprint = BASE_FINGERPRINT
+        self._has_text_only = _has_text_only(call) and reading.is_all_content
+        self._templates: dict[int, EventTemplate] = {}
+        """Templates by the index of a sequence."""
 
     def headers(self, first: IndexedOutput) -> Mapping[str, str]:
         return adapter_headers(first[1])
@@ -324,6 +365,28 @@ class ChatWriter:
             for choice in self._chunk_choices(sequence):
                 chunk = self._chunk([choice], self._call.chunk_usage(self._usage))
                 yield chunk if self._prompt_is_sent else self._with_prompt(chunk, output)
+
+    def text_events(self, item: IndexedOutput) -> bytes | None:
+        """Implements TextEventWriter."""
+        _, output = item
+        begun = self._begun.issuperset(sequence.index for sequence in output.sequences)
+        if not self._has_text_only or not begun:
+            return None
+        self._usage.see(0, output)
+        return b"".join(
+            self._template(sequence.index).with_text(sequence.text)
+            for sequence in output.sequences
+            if sequence.text
+        )
+
+    def _template(self, index: int) -> EventTemplate:
+        """Return the template of a choice that has begun."""
+        template = self._templates.get(index)
+        if template is None:
+            choice = ChatChunkChoice(index, ChatDelta(content=""))
+            chunk = self._chunk([choice], self._call.chunk_usage(self._usage))
+            template = self._templates[index] = EventTemplate(chunk, "content")
+        return template
 
     def last_chunks(self) -> Iterator[ChatCompletionChunk]:
         if self._call.include_usage:
@@ -562,6 +625,12 @@ class ExpandedPromptWriter:
         for chunk in self._writer.chunks(item):
             yield chunk if self._is_sent else self._with_prompt(chunk, item[1])
             self._is_sent = True
+
+    def text_events(self, item: IndexedOutput) -> bytes | None:
+        """Implements TextEventWriter."""
+        if not self._is_sent or not isinstance(self._writer, TextEventWriter):
+            return None
+        return self._writer.text_events(item)
 
     def last_chunks(self) -> Iterator[Any]:
         yield from self._writer.last_chunks()

@@ -16,6 +16,7 @@ from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import EngineOutput, FinishReason, RequestTiming, SequenceDelta
 from loraplex.core.request import EngineRequest, RequestBatch
+from loraplex.core.task import Generate
 from loraplex.serving.logits_files import discard
 
 
@@ -31,10 +32,13 @@ class EngineOutputs(Protocol):
 class OutputStream:
     """The outputs of one request. A slow reader finds them merged; it never holds a step back."""
 
-    _pending: list[EngineOutput] = dataclasses.field(default_factory=list)
-    _filled: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    pending: list[EngineOutput] = dataclasses.field(default_factory=list)
+    """Outputs that were not read yet."""
+    _waiting: asyncio.Future[None] | None = None
+    """What the task that reads awaits."""
     _is_left: bool = False
     _pass_on: Callable[[EngineOutput], None] | None = None
+    _read: Callable[[], bool] | None = None
 
     def put(self, output: EngineOutput) -> None:
         if self._is_left:
@@ -42,28 +46,52 @@ class OutputStream:
         elif self._pass_on is not None:
             self._pass_on(output)
         else:
-            self._pending.append(output)
-            self._filled.set()
+            self.pending.append(output)
+            if self._waiting is not None and not self._waiting.done():
+                self._wake(self._waiting)
 
     async def take(self) -> list[EngineOutput]:
         """All outputs since the last call; waits for at least one. None follow a finished one."""
-        await self._filled.wait()
-        self._filled.clear()
-        outputs, self._pending = self._pending, []
+        while not self.pending:
+            self._waiting = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiting
+            finally:
+                self._waiting = None
+        return self.take_pending()
+
+    def take_pending(self) -> list[EngineOutput]:
+        """All outputs since the last call, which may be none."""
+        outputs, self.pending = self.pending, []
         return outputs
+
+    def when_ready(self, read: Callable[[], bool]) -> None:
+        """Call a function with the outputs of a step, while a task waits in `take`.
+
+        It returns whether it has read `pending`: then the task goes on to wait, and no task runs
+        for the step. What it raises, `take` raises.
+        """
+        self._read = read
+
+    def _wake(self, waiting: "asyncio.Future[None]") -> None:
+        try:
+            is_read = self._read is not None and self._read()
+        except Exception as error:
+            waiting.set_exception(error)
+        else:
+            if not is_read:
+                waiting.set_result(None)
 
     def pass_on(self, pass_on: Callable[[EngineOutput], None]) -> None:
         """Call a function with each output, from the first on; `take` is not called then."""
-        for output in self._pending:
+        for output in self.take_pending():
             pass_on(output)
-        self._pending = []
         self._pass_on = pass_on
 
     def leave(self) -> None:
         """Give up reading: outputs, present and future, are dropped, and their files deleted."""
         self._is_left = True
-        discard(self._pending)
-        self._pending = []
+        discard(self.take_pending())
 
 
 CRASH_BLAME: Final = 3
@@ -101,6 +129,9 @@ class InFlightRequest:
         self.stream = OutputStream()
         self.labels = labels
         self.submitted_ns = submitted_ns
+        task = request.task
+        self.is_search = isinstance(task, Generate) and task.sampling.beam is not None
+        """Whether it searches with beams, whose output comes at its end."""
         self.batch = batch
         self.is_sent = False
         """Whether the running engine has received it."""
@@ -173,11 +204,10 @@ class InFlightRequest:
         self.stream.put(output)
 
     def note_step(self) -> None:
-        """A step with a row of it ended well. A search shows no other sign of life."""
-        if self._request.task.is_search:
-            self._num_steps += 1
-            if self._num_steps > self._place + PLACE_OUTPUTS:
-                self._clear()
+        """A step with a row of this search ended well. It shows no other sign of life."""
+        self._num_steps += 1
+        if self._num_steps > self._place + PLACE_OUTPUTS:
+            self._clear()
 
     def abort(self, sequence_index: int | None) -> bool:
         """Note that it, or one sequence, is to end. False if that has ended or will end already."""

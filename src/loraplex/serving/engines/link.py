@@ -8,12 +8,12 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, Protocol
-
-import zmq
 
 from loraplex.core.config import ModelConfig
 from loraplex.core.environment import child_environment
@@ -21,7 +21,14 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.request import RequestId
 from loraplex.core.stopped_process import how_it_ended, is_stopped
-from loraplex.engine.channel import EPOCH_BYTES, EngineChannel, ThreadChannel
+from loraplex.engine.channel import (
+    EPOCH_BYTES,
+    FRAME_HEAD,
+    READ_BYTES,
+    EngineChannel,
+    FrameReader,
+    ThreadChannel,
+)
 from loraplex.engine.messages import (
     ConfirmEvents,
     EngineCommand,
@@ -44,7 +51,7 @@ _STOP_SECONDS = 5.0
 _KILL_SECONDS = 10.0
 """After that a killed process is given up: it waits for a driver, and ends when that lets it."""
 _NUM_FILES: Final = 16
-"""Upper bound of the files that the link to one engine opens."""
+"""Upper bound of the files that the link to one engine and its process open."""
 _KILLS: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 """Signals that come from outside: an operator, a container's end, a system short of memory."""
 
@@ -149,7 +156,8 @@ class ProcessLink:
         self._process = process
         self._endpoint = endpoint
         self._epoch = epoch.to_bytes(EPOCH_BYTES, "big")
-        self._identity: bytes | None = None
+        self._is_ready = False
+        """Whether an event has come."""
         self._exited = asyncio.create_task(process.wait())
         self._exited.add_done_callback(lambda _: endpoint.changed.set())
         self._has_all_events = False
@@ -190,17 +198,16 @@ class ProcessLink:
         return self._process.pid
 
     def send(self, command: EngineCommand) -> None:
-        assert self._identity is not None, "an engine receives nothing before it is ready"
-        self._endpoint.socket.send_multipart([self._identity, self._epoch, encode(command)])
-        # Sending takes the sign of messages that have come from the descriptor.
-        self._endpoint.changed.set()
+        assert self._is_ready, "an engine receives nothing before it is ready"
+        message = encode(command)
+        self._endpoint.write(FRAME_HEAD.pack(len(message), self._epoch) + message)
 
     async def receive(self) -> EngineEvent:
-        while (frames := await self._next_frames()) is not None:
-            identity, epoch, payload = frames
+        while (frame := await self._next_frame()) is not None:
+            epoch, message = frame
             if epoch == self._epoch:
-                self._identity = identity
-                event = decode_event(payload)
+                self._is_ready = True
+                event = decode_event(message)
                 if not isinstance(event, EngineEnded):
                     return event
                 self._has_all_events = True
@@ -235,7 +242,7 @@ class ProcessLink:
 
     async def close(self) -> None:
         try:
-            if self._identity is not None and not self._exited.done():
+            if self._is_ready and not self._exited.done():
                 self.send(Shutdown())
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._read_to_end(), _STOP_SECONDS)
@@ -258,73 +265,129 @@ class ProcessLink:
             self._process.stdin.write(framed(start))
             await self._process.stdin.drain()
 
-    async def _next_frames(self) -> list[bytes] | None:
-        """Return the next message; None once the engine has ended and all messages are read."""
-        while (frames := self._endpoint.receive()) is None:
+    async def _next_frame(self) -> tuple[bytes, bytes] | None:
+        """Return the next message with its epoch; None once the engine has ended and all messages
+        are read."""
+        endpoint = self._endpoint
+        while not endpoint.frames:
             has_ended = self._exited.done()
-            if has_ended and self._has_all_events:
+            if has_ended and (self._has_all_events or endpoint.is_at_end):
                 return None
-            self._endpoint.changed.clear()
+            endpoint.changed.clear()
+            if not has_ended:
+                await endpoint.changed.wait()
+                continue
             try:
-                async with asyncio.timeout(_LAST_WORDS_SECONDS if has_ended else None):
-                    await self._endpoint.changed.wait()
+                async with asyncio.timeout(_LAST_WORDS_SECONDS):
+                    await endpoint.changed.wait()
             except TimeoutError:
                 return None
-        return frames
+        return endpoint.frames.popleft()
 
 
 class _Endpoint:
-    """A bound socket, the steps' marker and logits in a folder that no other user may enter."""
+    """A socket, the steps' marker and logits in a folder that no other user may enter."""
 
     def __init__(self) -> None:
-        """Raises OSError if this process may not open so many files: ZeroMQ would end it."""
+        """Raises ConfigError if there is no place for it, OSError if no more files can be
+        opened."""
         _require_files(_NUM_FILES)
+        self._loop = asyncio.get_running_loop()
+        self.frames: deque[tuple[bytes, bytes]] = deque()
+        """Messages with their epochs that have come, and were not received yet."""
+        self.is_at_end = False
+        """Whether the engine has closed its end, so that nothing more comes."""
+        self.changed = asyncio.Event()
+        """Set when there may be something new: messages, or for its owner the engine's end."""
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        """Listens until the engine has connected, and then is the connection."""
+        self._socket.setblocking(False)
         self._folder = PrivateFolder()
         self.marker_path = os.path.join(self._folder.path, "steps")
         self.logits_dir = os.path.join(self._folder.path, "logits")
-        self._context = zmq.Context()
-        self.address = f"ipc://{os.path.join(self._folder.path, 'engine')}"
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.changed = asyncio.Event()
-        """Set when there may be something new: messages, or for its owner the engine's end."""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self.socket.FD, self._notice)
+        self.address = os.path.join(self._folder.path, "engine")
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, data: bytes = b"") -> None:
+        """Write data as soon as the engine reads it, after what waits; none: what waits.
+
+        Data for a dead engine is lost.
+        """
+        is_watched = bool(self._unsent)
+        self._unsent += data
+        if is_watched and data:
+            return
+        try:
+            num_sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:
+            num_sent = len(self._unsent)
+        del self._unsent[:num_sent]
+        if self._unsent and not is_watched:
+            self._loop.add_writer(self._socket, self.write)
+        elif is_watched and not self._unsent:
+            self._loop.remove_writer(self._socket)
+
+    def close(self) -> None:
+        self._stop_watching()
+        self._socket.close()
+        self._folder.remove()
+
+    def _open(self) -> None:
         try:
             self.marker = create_marker_file(Path(self.marker_path))
             os.mkdir(self.logits_dir)
-            self.socket.bind(self.address)
         except OSError as error:
-            self.close()
             raise ConfigError(f"cannot write to {self._folder.path}: {error.strerror}") from error
-        except zmq.ZMQError as error:
-            self.close()
+        try:
+            self._socket.bind(self.address)
+        except OSError as error:
             raise ConfigError(
-                f"cannot open {self.address}: {error.strerror}; TMPDIR may name another folder"
+                f"cannot open {self.address}: {error}; TMPDIR may name another folder"
             ) from error
+        self._socket.listen(1)
+        self._loop.add_reader(self._socket, self._accept)
 
-    def receive(self) -> list[bytes] | None:
-        """Return the next message, or None if none has come yet."""
-        if not int(self.socket.getsockopt(zmq.EVENTS)) & int(zmq.POLLIN):
-            return None
-        return self.socket.recv_multipart()
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # it has died already
+            return
+        self._stop_watching()
+        self._socket.close()
+        self._socket = connection
+        connection.setblocking(False)
+        self._loop.add_reader(connection, self._read)
 
-    def close(self) -> None:
-        if not self.socket.closed:
-            self._loop.remove_reader(self.socket.FD)
-        self.socket.close()
-        self._context.term()
-        self._folder.remove()
-
-    def _notice(self) -> None:
-        """Take the sign of new messages from the descriptor, which is readable until then."""
-        self.socket.getsockopt(zmq.EVENTS)
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data = b""
+        if data:
+            self.frames += self._reader.feed(data)
+        else:
+            self._stop_watching()
+            self.is_at_end = True
         self.changed.set()
+
+    def _stop_watching(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
 
 
 def _require_files(count: int) -> None:
+    """Raise OSError if so many cannot be opened, while nothing has been started."""
     opened: list[int] = []
     try:
         while len(opened) < count:

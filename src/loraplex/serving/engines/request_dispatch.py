@@ -149,6 +149,8 @@ class RequestDispatch:
         """Those that the running engine does not know, or that wait for one."""
         self._timed: dict[RequestId, InFlightRequest] = {}
         """Those that have a deadline."""
+        self._searches: set[RequestId] = set()
+        """Those whose only sign of life is a step that ends well."""
         self._on_probation: InFlightRequest | None = None
         self._logits = LogitsFolder()
         self._link: EngineLink | None = None
@@ -164,6 +166,8 @@ class RequestDispatch:
         self._requests[request.request_id] = self._unsent[request.request_id] = request
         if request.deadline_ns is not None:
             self._timed[request.request_id] = request
+        if request.is_search:
+            self._searches.add(request.request_id)
         if request.batch is not None:
             request.batch.when_closed(self._send_due)
         try:
@@ -240,11 +244,9 @@ class RequestDispatch:
 
     def take_step(self, step: StepDone) -> None:
         """Deliver the outputs of a step."""
-        if step.record is not None:
-            for request_id in frozenset(step.record.request_ids):
-                request = self._requests.get(request_id)
-                if request is not None:
-                    request.note_step()
+        if step.record is not None and self._searches:
+            for request_id in self._searches.intersection(step.record.request_ids):
+                self._requests[request_id].note_step()
         for output in step.outputs:
             self._deliver(output)
         if self._unsent:
@@ -320,5 +322,6 @@ class RequestDispatch:
         del self._requests[request.request_id]
         self._unsent.pop(request.request_id, None)
         self._timed.pop(request.request_id, None)
+        self._searches.discard(request.request_id)
         if request is self._on_probation:
             self._on_probation = None

@@ -111,6 +111,12 @@ class CompletionSyntax(msgspec.Struct, frozen=True, kw_only=True):
     def is_named(self) -> bool:
         return self.tool_use is not None and self.tool_use.is_named
 
+    @property
+    def is_all_content(self) -> bool:
+        """Whether every completion is content as it is written."""
+        separates = self.separates_reasoning and self.chat_format.reasoning in TAGS
+        return self.tool_use is None and not separates
+
     def reader(self) -> "CompletionReader":
         """One for each sequence."""
         return CompletionReader(self)

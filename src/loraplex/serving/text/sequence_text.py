@@ -127,6 +127,8 @@ class ShownTokens:
 
     def push(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """The tokens that may be shown now, while the sequence goes on."""
+        if not self._matchers:
+            return tuple(token_ids)
         tokens = self._take(token_ids)
         num_held = max((matcher.num_matched for matcher in self._matchers), default=0)
         return self._show(tokens, num_held)
@@ -172,6 +174,8 @@ class StopStrings:
 
         After a match nothing more is given out. With `final`, text that was held back is.
         """
+        if not self._matchers:
+            return text, None
         if self._matched is not None:
             return "", self._matched
         held = self._held + text

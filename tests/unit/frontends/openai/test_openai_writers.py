@@ -18,6 +18,7 @@ from loraplex.frontends.openai.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
+from loraplex.frontends.openai.sse import event
 from loraplex.frontends.openai.writers import CallFields, ChatWriter, CompletionWriter, fingerprint
 from loraplex.frontends.streams import gather_all, generate_all
 from support.echo_service import EchoService
@@ -346,3 +347,31 @@ def test_log_probabilities_are_encoded_in_bounded_pieces(shape):
     pieces = encoded(body)
     assert max(map(len, pieces)) < 300_000 < sum(map(len, pieces))
     json.loads(b"".join(pieces))
+
+
+@pytest.mark.parametrize("writer_class", [CompletionWriter, ChatWriter])
+@pytest.mark.parametrize(
+    "call", [{}, {"include_usage": True}, {"include_usage": True, "continuous_usage": True}]
+)
+async def test_events_of_a_text_are_those_of_its_chunks(writer_class, call):
+    scene = Scene('a "text":"" and "content":""', call=call, n=2)
+    writer, short = (writer_class(scene.call, scene.texts) for _ in range(2))
+    num_short = 0
+    async for item in generate_all(scene.backend, scene.requests, LOCAL):
+        events = b"".join(map(event, writer.chunks(item)))
+        is_middle = all(one.finish_reason is None for one in item[1].sequences)
+        written = short.text_events(item) if is_middle else None
+        num_short += written is not None
+        if written is None:
+            written = b"".join(map(event, short.chunks(item)))
+        assert written == events
+    assert list(short.last_chunks()) == list(writer.last_chunks())
+    assert bool(num_short) is not bool(call.get("continuous_usage"))
+
+
+@pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"n": 1}])
+async def test_a_first_output_has_more_than_text(sampling):
+    scene = Scene("hi", **sampling)
+    [first, *_] = [item async for item in generate_all(scene.backend, scene.requests, LOCAL)]
+    assert CompletionWriter(scene.call, scene.texts).text_events(first) is None
+    assert ChatWriter(scene.call, scene.texts).text_events(first) is None

@@ -148,11 +148,11 @@ class TestRequests:
         script.link.say(done(5, 1, finished=False))
         await stream.take()
         script.link.say(done(5, 2, finished=False))
-        await until(lambda: bool(stream._pending))
+        await until(lambda: bool(stream.pending))
         stream.leave()
         script.link.say(*(done(5, token, finished=token == 9) for token in range(3, 10)))
         await until(lambda: engine.num_requests == 0)
-        assert stream._pending == []
+        assert stream.pending == []
 
     async def test_a_stream_that_passes_on_ends_with_its_reader(self, engine, script, make_request):
         await engine.start()
@@ -164,7 +164,7 @@ class TestRequests:
         script.link.say(done(5, 2))
         await until(lambda: engine.num_requests == 0)
         assert [output.finished for output in passed] == [False]
-        assert stream._pending == []
+        assert stream.pending == []
 
     async def test_a_slow_reader_finds_all_at_once(self, engine, script, make_request):
         await engine.start()

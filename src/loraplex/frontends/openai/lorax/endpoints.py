@@ -51,7 +51,13 @@ from loraplex.frontends.openapi.operation import (
     json_body,
     json_of,
 )
-from loraplex.frontends.streams import gather_all, generate_all, until_disconnect, written
+from loraplex.frontends.streams import (
+    ReadyOutput,
+    gather_all,
+    generate_all,
+    until_disconnect,
+    written,
+)
 
 _SAME: Final = (
     *("adapter_id", "best_of", "temperature", "top_k", "top_p", "repetition_penalty", "seed"),
@@ -137,9 +143,15 @@ class LoraxEndpoints:
             )
         completion_request, texts = await self._request(request, principal, body, shows_tokens=True)
         writer = _writer(body, parameters, texts)
-        outputs = generate_all(self._context.backend, completion_request, principal, _reworded)
+        ready = ReadyOutput()
         return ChunkStream(
-            outputs, writer, request_id(request), LORAX_ERRORS, end=b"", work_of=output_work
+            generate_all(self._context.backend, completion_request, principal, _reworded, ready),
+            writer,
+            request_id(request),
+            LORAX_ERRORS,
+            end=b"",
+            work_of=output_work,
+            ready=ready,
         )
 
     async def _request(

@@ -56,6 +56,7 @@ from loraplex.frontends.openapi.operation import (
 )
 from loraplex.frontends.streams import (
     IndexedOutput,
+    ReadyOutput,
     done,
     generate_all,
     until_disconnect,
@@ -98,11 +99,14 @@ class ResponsesEndpoints:
         with in_own_words():
             chat = await self._chat_request(request, body, items, principal)
         writer = self._writer(body, chat, items, principal)
-        outputs = generate_all(self._context.backend, chat.requests, principal, chat.reworded)
+        ready = ReadyOutput()
+        outputs = generate_all(
+            self._context.backend, chat.requests, principal, chat.reworded, ready
+        )
         if body.stream:
             errors = StreamErrors(writer.failure)
             return ChunkStream(
-                outputs, writer, request_id(request), errors, b"", _event, output_work
+                outputs, writer, request_id(request), errors, b"", _event, output_work, ready
             )
         with in_own_words():
             return await until_disconnect(request.receive, _run(outputs, writer))
