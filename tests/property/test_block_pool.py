@@ -133,7 +133,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         counts = Counter(block_id for table in self.tables for block_id in table)
         for block_id in range(NUM_BLOCKS):
             assert self.pool.ref_count(block_id) == counts[block_id]
-            assert self.pool.is_kept(block_id) == (block_id in self.kept)
+            assert (block_id in self.pool.kept) == (block_id in self.kept)
         assert self.pool.num_held == len(counts)
         assert self.pool.num_cached == len(self.cached)
         assert self.pool.num_free == len(self.free())

@@ -5,6 +5,7 @@ tables: a block that was freed too early, is stale, or belongs to other adapters
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 from loraplex.core.adapter import AdapterHandle
 from loraplex.core.cache import Blocks, Chunk, Cross, States
@@ -356,7 +357,9 @@ class FakeRunner:
             return RowResult(step.slot, error=error.to_info())
         stop = step.start + step.num_tokens
         extended = self.model.extend(row.states[-1], step.draft_token_ids, row.adapters)
-        for position, state in enumerate([*row.states, *extended][step.start : stop], step.start):
+        known = row.states[step.start : stop]
+        written = [*known, *extended[: stop - step.start - len(known)]]
+        for position, state in enumerate(written, step.start):
             self._write(row, position, state)
         if self._num_deferred_rows and self._may_defer(row, step):
             self._num_deferred_rows -= 1
@@ -447,7 +450,7 @@ class FakeRunner:
         if every is not None:
             self._check_states(row, step, group, every)
             return
-        used = [b for i, b in enumerate(table) if self._is_used(i, step.start, group)]
+        used = [table[i] for i in self._used(len(table), step.start, group)]
         require(len(set(used)) == len(used), "a block twice in one table")
         require(all(0 <= b < len(self._kv[group]) for b in used), "no such block")
         num_positions = len(table) * self._capacity.block_size
@@ -474,17 +477,21 @@ class FakeRunner:
         """Every earlier position holds its token, after the right ones, under these adapters."""
         if self._every[group] is not None:
             return
-        size = self._capacity.block_size
-        for first in range(0, step.start, size):
-            if not self._is_used(first // size, step.start, group):
-                continue
-            last = min(first + size, step.start)
-            block_id = row.block_tables[group][first // size]
-            require(
-                self._kv[group][block_id][: last - first] == row.states[first:last],
-                f"block {block_id} of cache group {group} does not hold positions {first} to "
-                f"{last - 1} of slot {step.slot}",
-            )
+        size, table, blocks = self._capacity.block_size, row.block_tables[group], self._kv[group]
+        for index in self._used(-(-step.start // size), step.start, group):
+            first, last = index * size, min((index + 1) * size, step.start)
+            if blocks[table[index]][: last - first] != row.states[first:last]:
+                raise PlanViolation(
+                    f"block {table[index]} of cache group {group} does not hold positions {first} "
+                    f"to {last - 1} of slot {step.slot}"
+                )
+
+    def _used(self, num_blocks: int, start: int, group: CacheGroupId) -> Iterable[int]:
+        """Return those of the first blocks that `_is_used`."""
+        spec = self._capacity.cache_groups[group].spec
+        if isinstance(spec, Blocks) and spec.window is None:
+            return range(num_blocks)
+        return [index for index in range(num_blocks) if self._is_used(index, start, group)]
 
     def _is_used(self, index: int, start: int, group: CacheGroupId) -> bool:
         """Is any position of block `index` seen or written from position `start` on?"""

@@ -34,7 +34,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached = CachedBlocks()
-        self._kept: set[BlockId] = set()
+        self.kept: set[BlockId] = set()
         self._retentions: dict[BlockId, BlockRetention] = {}
         """Retentions of blocks that are not free, if they differ from the default."""
         self._now_ns = 0
@@ -63,9 +63,6 @@ class BlockPool:
     def ref_count(self, block_id: BlockId) -> int:
         return self._ref_counts[block_id]
 
-    def is_kept(self, block_id: BlockId) -> bool:
-        return block_id in self._kept
-
     def allocate(self, n: int) -> list[BlockId] | None:
         """Take n blocks, or None and no change if fewer than n are available.
 
@@ -82,7 +79,7 @@ class BlockPool:
             return block_id
         block_id = self._cached.pop(self._now_ns)
         self._ref_counts[block_id] = 1
-        self._kept.remove(block_id)
+        self.kept.remove(block_id)
         self._retentions.pop(block_id, None)
         self._on_lost(block_id)
         return block_id
@@ -105,7 +102,7 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue
-            if block_id in self._kept:
+            if block_id in self.kept:
                 retention = self._retentions.get(block_id, _DEFAULT_RETENTION)
                 self._cached.add(block_id, retention, self._now_ns)
             else:
@@ -115,11 +112,11 @@ class BlockPool:
     def keep(self, block_id: BlockId) -> None:
         """Mark a held block's content as worth keeping: without holders it becomes cached."""
         assert self._ref_counts[block_id] > 0, f"block {block_id} has no holder"
-        self._kept.add(block_id)
+        self.kept.add(block_id)
 
     def drop(self, block_id: BlockId) -> None:
         """Undo `keep`; a cached block becomes free at once. `on_lost` is not called."""
-        self._kept.discard(block_id)
+        self.kept.discard(block_id)
         if block_id in self._cached:
             self._cached.remove(block_id)
             self._add_to_free(block_id)
@@ -147,13 +144,11 @@ class BlockPool:
         everything = [*self._free, *self._cached, *held]
         assert sorted(everything) == list(range(self.num_blocks)), "free + cached + held = all"
         assert self.num_held == len(held)
-        assert all(count >= 0 for count in self._ref_counts)
-        assert self._kept == set(self._cached) | (self._kept & held), "a free block is kept"
-        assert not set(self._retentions) & set(self._free), "a free block is retained"
+        assert min(self._ref_counts, default=0) >= 0
+        assert self.kept == set(self._cached) | (self.kept & held), "a free block is kept"
+        assert self._retentions.keys().isdisjoint(self._free), "a free block is retained"
         self._cached.check()
         if tables is not None:
             holders = Counter(b for table in tables for b in table if b != NO_BLOCK)
-            for block_id, count in enumerate(self._ref_counts):
-                assert count == holders[block_id], (
-                    f"block {block_id}: count {count}, {holders[block_id]} holders"
-                )
+            counts = {block_id: self._ref_counts[block_id] for block_id in held}
+            assert counts == holders, f"counts {counts}, {holders} of the tables"

@@ -438,12 +438,11 @@ class KVBlocks:
         self._prefix_cache.check()
         for group in self.groups:
             group.check(_tables_of(group, tables), _tables_of(group, host_tables))
-            for block_id in range(group.num_blocks):
-                is_served = self._prefix_cache.serves(group.group_id, block_id)
-                assert group.pool.is_kept(block_id) == is_served, (
-                    f"block {block_id} of cache group {group.group_id}: pool and prefix cache do "
-                    "not agree"
-                )
+            differing = group.pool.kept ^ self._prefix_cache.served(group.group_id)
+            assert not differing, (
+                f"blocks {sorted(differing)} of cache group {group.group_id}: pool and prefix "
+                "cache do not agree"
+            )
 
     def _host_hits(
         self, found: BlockTables, host_tables: BlockTables, donor: BlockTables | None

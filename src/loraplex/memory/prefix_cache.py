@@ -74,6 +74,11 @@ class PrefixCache:
         node = self._node_of[cache_group].get(block_id)
         return node is not None and next(iter(node.block_ids[cache_group])) == block_id
 
+    def served(self, cache_group: CacheGroupId) -> set[BlockId]:
+        """Return all blocks that `match` can find."""
+        nodes = self._node_of[cache_group].values()
+        return {next(iter(node.block_ids[cache_group])) for node in nodes}
+
     def match(
         self,
         token_ids: Sequence[int],
@@ -156,9 +161,9 @@ class PrefixCache:
         tree = [*self._roots.values(), *(c for node in nodes for c in node.children.values())]
         assert len(tree) == len(nodes), "a node without a block in cache group 0"
         for cache_group, node_of in enumerate(self._node_of):
-            pairs = [(b, node) for node in nodes for b in node.block_ids[cache_group]]
-            assert len(pairs) == len(node_of)
-            assert all(node_of[block_id] is node for block_id, node in pairs)
+            found = {b: node for node in nodes for b in node.block_ids[cache_group]}
+            assert sum(len(node.block_ids[cache_group]) for node in nodes) == len(node_of)
+            assert found == node_of
 
     def _keys(
         self,
