@@ -98,7 +98,9 @@ def http_app(
         ],
         exception_handlers={HTTPException: _no_such_route},
     )
-    behind = guarded(PathRouter(kserve, app), authenticate, settings, [page.path for page in pages])
+    # What is left to the app: few requests, and paths with a slash too many, which it redirects.
+    router = PathRouter([*kserve, *pages, *openai], app)
+    behind = guarded(router, authenticate, settings, [page.path for page in pages])
     return RequestMiddleware(
         served_as_known_hosts(behind, settings, has_keys=has_keys),
         reporting.telemetry,

@@ -310,11 +310,11 @@ class RecordedRoute(Route):
 
 
 class PathRouter:
-    """An ASGI application: of the routes, in their order, the first whose pattern a path has.
+    """An ASGI application: of the routes, in their order, the first that has the path and method.
 
-    Other paths are passed to another application: finding a route there takes as long as a request
-    here. Most patterns end with a word. A path is held against those that end as it does, and
-    against those whose end may be anything. Recent lookups are cached: clients use few paths.
+    Other requests are passed to another application: finding a route there takes as long as a
+    request here. Most patterns end with a word. A path is held against those that end as it does,
+    and against those whose end may be anything. Recent lookups are cached: clients use few paths.
     """
 
     def __init__(self, routes: Sequence[Route], others: ASGIApp = _NOT_FOUND) -> None:
@@ -327,18 +327,17 @@ class PathRouter:
         self._found = functools.lru_cache(_MAX_KEPT)(self._find)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        path = scope.get("path", "")
-        found = self._found(path) if path.startswith("/v2") and scope["type"] == "http" else None
+        found = self._found(scope["path"], scope["method"]) if scope["type"] == "http" else None
         if found is None:
             return self._others(scope, receive, send)
         scope["route"], scope["path_params"] = found
         return found[0].app(scope, receive, send)
 
-    def _find(self, path: str) -> tuple[Route, Mapping[str, str]] | None:
-        """The route and the path's parameters, which must not be changed."""
+    def _find(self, path: str, method: str) -> tuple[Route, Mapping[str, str]] | None:
+        """Return the route and the path's parameters, which must not be changed."""
         for route in self._by_end.get(path.rpartition("/")[2], self._with_any_end):
             match = route.path_regex.match(path)
-            if match is not None:
+            if match is not None and method in (route.methods or (method,)):
                 return route, match.groupdict()
         return None
 

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -64,6 +64,12 @@ DIGESTS = Parameter(
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
+class ReadBody(Protocol):
+    """Function that reads the body of a request. Raises RequestErrors."""
+
+    async def __call__(self, request: Request, schema: type[GenerationT]) -> GenerationT: ...
+
+
 class ApiDialect:
     """Behaviour of the generation routes that differs between servers; this one is OpenAI's.
 
@@ -78,11 +84,9 @@ class ApiDialect:
     is_ready_at_once = False
     """Whether GET /v1/health/ready succeeds even while the server starts or drains."""
 
-    async def read(
-        self, context: "TextContext", request: Request, schema: type[GenerationT]
-    ) -> GenerationT:
-        """Read a body of a completion or a chat. Raises RequestErrors."""
-        return await context.parse(request, schema, context.refuse_extra)
+    def reader(self, context: "TextContext") -> "ReadBody":
+        """Return the function that reads the body of a completion or a chat."""
+        return functools.partial(context.parse, refuse=context.refuse_extra)
 
     async def target(
         self, context: "TextContext", body: GenerationBody, principal: Principal

@@ -64,6 +64,7 @@ class GenerationEndpoints:
     def __init__(self, context: TextContext) -> None:
         self._context = context
         self._dialect = context.options.dialect
+        self._read = self._dialect.reader(context)
 
     @described(
         ResponseDoc(200, (Media(JSON, Completion), events_of(Completion, ENDS))),
@@ -76,7 +77,7 @@ class GenerationEndpoints:
     async def completions(self, request: Request) -> Response:
         """Text after a prompt. With stream it comes as events."""
         principal = self._context.principal(request)
-        body = await self._dialect.read(self._context, request, CompletionBody)
+        body = await self._read(request, CompletionBody)
         if body.request_id or body.rid:
             adopt_request_id(request, value_of(body, "request_id"))
         target = await self._dialect.target(self._context, body, principal)
@@ -98,7 +99,7 @@ class GenerationEndpoints:
     async def chat_completions(self, request: Request) -> Response:
         """The next message of a conversation. With stream it comes as events."""
         principal = self._context.principal(request)
-        body = await self._dialect.read(self._context, request, ChatBody)
+        body = await self._read(request, ChatBody)
         if body.request_id or body.rid:
             adopt_request_id(request, value_of(body, "request_id"))
         requests, reading, _, role, notes = await convert.chat_request(

@@ -1,8 +1,10 @@
 """The route of a path is the one that trying all of them in turn would find."""
 
 import re
+from unittest.mock import AsyncMock
 
 import pytest
+from starlette.responses import Response
 
 from loraplex.frontends.kserve.http.routes import kserve_routes
 from loraplex.frontends.kserve.service import TritonService
@@ -11,6 +13,9 @@ from support.echo_service import EchoService
 
 NAMES = ["m", "a/b", "infer", "versions/1", "m/versions/2", "stats", "a\nb", "x.y", ""]
 OTHERS = ["/v2/", "/v2/models", "/v2/models/", "/v2/nothing", "/v2/models/m/infer/", "/v2/infer"]
+
+
+GET_POST = ("GET", "POST")
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +62,16 @@ async def test_more_paths_than_are_kept(routes):
         scope = {"type": "http", "method": "NONE", "path": path, "headers": []}
         await router(scope, None, send)
         assert scope["path_params"] == {"model": f"m{number}"}
+
+
+async def test_routes_of_one_path_have_methods_of_their_own():
+    async def others(scope, receive, send):
+        raise LookupError(scope["method"])
+
+    get, post = (RecordedRoute("/a", Response(method), methods=[method]) for method in GET_POST)
+    for method, route in zip(GET_POST, (get, post), strict=True):
+        scope = {"type": "http", "method": method, "path": "/a", "headers": []}
+        await PathRouter((get, post), others)(scope, None, AsyncMock())
+        assert scope["route"] is route
+    with pytest.raises(LookupError, match="PUT"):
+        await PathRouter((get, post), others)(scope | {"method": "PUT"}, None, AsyncMock())

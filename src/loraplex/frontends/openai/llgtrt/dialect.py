@@ -9,7 +9,7 @@ from starlette.requests import Request
 from loraplex.core.errors import InvalidParameterError, ModelNotFoundError, cut
 from loraplex.core.principal import Principal
 from loraplex.frontends.openai.adapter_fields import ModelTarget
-from loraplex.frontends.openai.context import ApiDialect, GenerationT, TextContext
+from loraplex.frontends.openai.context import ApiDialect, GenerationT, ReadBody, TextContext
 from loraplex.frontends.openai.schema import ChatBody, GenerationBody
 
 MIN_TOKENS: Final = 1
@@ -27,11 +27,12 @@ class LlgtrtDialect(ApiDialect):
         self._has_lora_root = has_lora_root
         self.json_start_token = json_start_token
 
-    async def read(
-        self, context: TextContext, request: Request, schema: type[GenerationT]
-    ) -> GenerationT:
-        body = await self.parse(context, request, schema)
-        return body.model_copy(update=self.changes(body))
+    def reader(self, context: TextContext) -> ReadBody:
+        async def read(request: Request, schema: type[GenerationT]) -> GenerationT:
+            body = await self.parse(context, request, schema)
+            return body.model_copy(update=self.changes(body))
+
+        return read
 
     async def parse(
         self, context: TextContext, request: Request, schema: type[GenerationT]
