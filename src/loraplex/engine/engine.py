@@ -300,8 +300,9 @@ class Engine:
 
     def _launch(self, plan: StepPlan) -> _LaunchedStep:
         record = self._scheduler.record(plan, self._clock.now_ns(), self._adapters.digest)
-        record = msgspec.structs.replace(record, adapter_loads_ended=self._num_loads_ended)
-        self._num_loads_ended = 0
+        if self._num_loads_ended:
+            record = msgspec.structs.replace(record, adapter_loads_ended=self._num_loads_ended)
+            self._num_loads_ended = 0
         self._marker.begin(plan.step_id, record.request_ids, record.num_tokens)
         try:
             return _LaunchedStep(plan, record, self._runner.launch(plan))

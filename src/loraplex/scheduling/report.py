@@ -21,7 +21,8 @@ def step_record(
     plan, rows = step.plan, step.plan.rows
     row_adapters = [sequence.request.handles for sequence in step.sequences]
     uses = Counter(itertools.chain.from_iterable(row_adapters))
-    digests = {handle: digest(handle) for handle, _ in uses.most_common(MAX_ADAPTERS)}
+    most_used = uses.most_common(MAX_ADAPTERS) if uses else ()
+    digests = {handle: digest(handle) for handle, _ in most_used}
     prefill = [row.token_ids is not None for row in rows]
     drafts = [len(row.draft_token_ids) for row in rows]
     return StepRecord(
@@ -58,7 +59,10 @@ def _by_digest(
     digests: Mapping[AdapterHandle, str], row_adapters: Iterable[tuple[AdapterHandle, ...]]
 ) -> dict[str, int]:
     """Return the number of uses in some rows; that of the base model alone has no digest."""
-    counts = Counter(handle for handles in row_adapters for handle in handles or (None,))
+    rows = list(row_adapters)
+    if not rows:  # as in most steps
+        return {}
+    counts = Counter(handle for handles in rows for handle in handles or (None,))
     base = {"": counts[None]} if None in counts else {}
     return base | {name: counts[handle] for handle, name in digests.items() if handle in counts}
 

@@ -170,7 +170,7 @@ class Sampler:
             return self._sample_without(unready, logits, steps)
         is_plain = [self._is_plain(step) for step in steps]
         if all(is_plain):
-            likeliest = self._kernels.argmax(logits, np.arange(len(logits)))
+            likeliest = self._kernels.argmax(logits, np.arange(logits.shape[0]))
             return self._take_likeliest(steps, *likeliest)
         sizes = [num_logits_rows(step) for step in steps]
         assert logits.shape == (sum(sizes), self._vocab_size), "one logits row per wanted position"

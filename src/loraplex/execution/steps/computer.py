@@ -173,7 +173,9 @@ class StepComputer:
         num_logits = len(inputs.logits_indices)
         pooled = [row for row, step in enumerate(steps) if step.wanted is Wanted.POOL]
         if not pooled:
-            return decoder.forward(batch, storages, hidden)[:num_logits], None
+            logits = decoder.forward(batch, storages, hidden)
+            # A view costs more than it seems: the weights have just filled the caches.
+            return (logits if logits.shape[0] == num_logits else logits[:num_logits]), None
         states = decoder.hidden_states(batch, storages, hidden)
         ends = [inputs.query_start_loc[row + 1] - 1 for row in pooled]
         x = decoder.read_rows(states, torch.tensor(ends, device=self._device))

@@ -70,6 +70,8 @@ class _Layout:
     row_of_token: IntArray  # [T]
     token_in_row: IntArray  # [T]
     logits_indices: IntArray  # [S]
+    is_single: bool
+    """Whether each row has one token."""
 
 
 class StateIndices(NamedTuple):
@@ -292,8 +294,10 @@ class InputBatch:
             )
         self._layout = layout
         starts = np.array([step.start for step in steps], dtype=np.int64)
-        positions = starts[layout.row_of_token] + layout.token_in_row
-        indices, offsets = positions // self._block_size, positions % self._block_size
+        positions = starts
+        if not layout.is_single:
+            positions = starts[layout.row_of_token] + layout.token_in_row
+        indices, offsets = np.divmod(positions, self._block_size)
         return StepInputs(
             slots=layout.slots,
             query_start_loc=layout.query_start_loc,
@@ -399,6 +403,7 @@ class InputBatch:
             row_of_token,
             token_in_row,
             np.flatnonzero(is_wanted),
+            is_single=bool((counts == 1).all()),
         )
 
     def _extend_block_tables(self, steps: Sequence[RowStep]) -> list[NewBlocks]:

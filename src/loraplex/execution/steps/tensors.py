@@ -56,14 +56,15 @@ class HostTensors:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_host = device.type == "cpu"
 
     def batch(
         self, inputs: StepInputs, token_ids: Sequence[Sequence[int]], lora: LoraBatch | None
     ) -> ForwardBatch:
         """Knows neither padding nor tokens that are ON_DEVICE."""
-        tokens = torch.tensor(list(itertools.chain(*token_ids)), dtype=torch.int64)
+        tokens = np.array(list(itertools.chain(*token_ids)), dtype=np.int64)
         return ForwardBatch(
-            token_ids=tokens.to(self._device),
+            token_ids=self._tensor(tokens),
             positions=self._tensor(inputs.positions),
             slot_mappings=tuple(map(self._tensor, inputs.slot_mappings)),
             rows=tuple(
@@ -96,7 +97,8 @@ class HostTensors:
         return StateRows(self._tensor(query_starts), tensors, starts)
 
     def _tensor(self, values: IntArray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        tensor = torch.from_numpy(values)
+        return tensor if self._is_host else tensor.to(self._device)
 
 
 class DeviceTensors:
