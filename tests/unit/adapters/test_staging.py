@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import uvloop
 
@@ -23,6 +24,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.rank_limits import RankLimits
 from loraplex.core.stopped_process import is_stopped
+from support.echo_service import staged_adapter
 from support.eventually import eventually
 from support.naming import naming
 
@@ -296,7 +298,7 @@ class TestMisbehaviour:
         assert [r.getMessage() for r in caplog.records] == ["staging worker: trouble"] * 3
 
 
-# Marks itself and waits for ever if a file is there when it starts; stages otherwise.
+# Marks itself and waits for ever if a file is there when it starts; does the rest otherwise.
 STUCK_WHILE = """
 import os, pathlib, runpy, sys, time
 file = pathlib.Path({stuck!r})
@@ -304,17 +306,33 @@ if sys.stdin.buffer.peek(1) and file.exists():
     file.with_name(f"{{os.getpid()}}.stuck").touch()
     while True:
         time.sleep(60)
-runpy.run_module("loraplex.adapters.staging_worker", run_name="__main__")
+{rest}
 """
+STAGE = 'runpy.run_module("loraplex.adapters.staging_worker", run_name="__main__")'
+# Replies that an adapter is staged. It imports what a worker needs for that, and nothing else.
+REPLY = f"""
+import msgspec
+staged = msgspec.msgpack.decode({msgspec.msgpack.encode(staged_adapter(b"any"))!r})
+while head := sys.stdin.buffer.read(8):
+    body = sys.stdin.buffer.read(int.from_bytes(head, "little"))
+    request_id = msgspec.msgpack.decode(body)["request_id"]
+    reply = msgspec.msgpack.encode({{"request_id": request_id, "staged": staged}})
+    sys.stdout.buffer.write(len(reply).to_bytes(8, "little") + reply)
+    sys.stdout.flush()
+"""
+
+
+def stuck_while(file: Path, rest: str = REPLY) -> tuple[str, ...]:
+    return python(STUCK_WHILE.format(stuck=str(file), rest=rest))
 
 
 class TestTenantsShareTheWorkers:
     @pytest.fixture
-    async def stuck(self, tmp_path):
+    async def stuck(self, request, tmp_path):
         """Workers that never reply, as long as the file exists at their first request."""
         file = tmp_path / "stuck"
         file.touch()
-        command = python(STUCK_WHILE.format(stuck=str(file)))
+        command = stuck_while(file, getattr(request, "param", REPLY))
         worker = StagingWorker(tmp_path / "state", command=command, num_workers=2)
         worker.file = file
         yield worker
@@ -378,7 +396,7 @@ class TestTenantsShareTheWorkers:
         """Processes that start meanwhile may take seconds on a busy machine."""
         file = tmp_path / "stuck"
         file.touch()
-        command = python(STUCK_WHILE.format(stuck=str(file)))
+        command = stuck_while(file)
         worker = StagingWorker(tmp_path / "state", command=command, num_workers=2, has_tenants=True)
         worker.file = file
         await worker.start()
@@ -397,7 +415,8 @@ class TestTenantsShareTheWorkers:
         await worker.close()
 
     async def test_more_processes_than_needed_are_not_kept(self, tmp_path, shapes, peft_folder):
-        worker = StagingWorker(tmp_path / "state", num_workers=1)
+        command = stuck_while(tmp_path / "not there")
+        worker = StagingWorker(tmp_path / "state", command=command, num_workers=1)
         folder = str(peft_folder().write())
         loads = (
             worker.stage(folder, shapes=shapes, max_ranks=RankLimits(8), tenant=f"tenant-{i}")
@@ -431,6 +450,7 @@ class TestTenantsShareTheWorkers:
         assert re.search(naming("/one/2"), errors[2].message)
         assert len(list(stuck.file.parent.glob("*.stuck"))) == 2
 
+    @pytest.mark.parametrize("stuck", [STAGE], indirect=True, ids=["real"])
     async def test_tensors_of_a_request_wait_for_no_download(self, stuck, shapes, tmp_path):
         downloads = [
             asyncio.create_task(
