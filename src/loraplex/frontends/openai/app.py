@@ -1,5 +1,6 @@
 """Routes of the OpenAI API, to be mounted on the one HTTP app of the server."""
 
+import functools
 from collections.abc import Sequence
 
 import msgspec
@@ -79,10 +80,8 @@ def openai_routes(
             routes.append(route)
             allowed.setdefault(path, {"OPTIONS"}).update(route.methods or ())
     for path, methods in allowed.items():
-        routes += _other_methods(path, methods)
-    for path, endpoint in absent_endpoints():
-        routes.append(_hidden(path, responds_to_errors(endpoint), _ALL_METHODS))
-    return routes
+        routes += _other_methods(path, frozenset(methods))
+    return [*routes, *_absent_routes()]
 
 
 def text_routes(context: TextContext) -> list[RecordedRoute]:
@@ -213,7 +212,14 @@ def _refused(status: int, error: RequestError) -> Response:
     return json_error(status, ErrorDetail(error.message, INVALID, None, error.code))
 
 
-def _other_methods(path: str, allowed: set[str]) -> list[RecordedRoute]:
+@functools.cache
+def _absent_routes() -> list[RecordedRoute]:
+    """Return the routes that refuse what is not served: the same ones for each server."""
+    return [_hidden(path, responds_to_errors(e), _ALL_METHODS) for path, e in absent_endpoints()]
+
+
+@functools.cache
+def _other_methods(path: str, allowed: frozenset[str]) -> list[RecordedRoute]:
     """Return the routes for OPTIONS, and for a 405 in OpenAI's format."""
     methods = ", ".join(sorted(allowed))
 
@@ -224,10 +230,9 @@ def _other_methods(path: str, allowed: set[str]) -> list[RecordedRoute]:
     async def refuse(request: Request) -> Response:
         return refused_method(request, methods)
 
-    others = [method for method in _ALL_METHODS if method not in allowed]
     return [
         _hidden(path, responds_to_errors(options), ["OPTIONS"]),
-        _hidden(path, responds_to_errors(refuse), others),
+        _hidden(path, responds_to_errors(refuse), [m for m in _ALL_METHODS if m not in allowed]),
     ]
 
 
