@@ -1,10 +1,13 @@
 """Thread of low priority that stores packed weights while they are served."""
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import Final
+
+logger = logging.getLogger(__name__)
 
 _NICENESS: Final = 10
 """Steps go first, on the disk as well. Not 19: a thread that is hardly ever scheduled could keep
@@ -45,7 +48,12 @@ class BackgroundStore:
             # Where threads have no priority of their own the call fails.
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            store(self._pause)
+            try:
+                store(self._pause)
+            except StoreStoppedError:
+                logger.info(
+                    "the packed weights are not kept: the server ends before they are written"
+                )
 
     def _pause(self) -> None:
         if self._stopping.is_set():

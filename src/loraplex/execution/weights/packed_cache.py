@@ -18,7 +18,7 @@ from pathlib import Path
 
 from loraplex.adapters.seen_files import SeenFiles
 from loraplex.core.byte_sizes import enough_bytes, readable_bytes
-from loraplex.execution.weights.background_store import Pause, StoreStoppedError
+from loraplex.execution.weights.background_store import Pause
 from loraplex.execution.weights.file_locks import unused
 from loraplex.execution.weights.packed_file import (
     PackedFile,
@@ -65,24 +65,30 @@ class PackedCache:
             return None
 
     @contextlib.contextmanager
-    def turn(self, key: str, model: str) -> Iterator[None]:
+    def turn(self, key: str, model: str, *, leaves_lock: bool = True) -> Iterator[None]:
         """Be the only one that opens or stores `key`: who waits finds what the other stored.
 
-        model: its folder, which the lock then contains, for people who clean up.
+        model: its folder, which the lock then contains, for people who clean up. leaves_lock: False
+        for a key without a file of weights.
         Where a file system has no locks several may store the same; the last one's file stays.
         """
         with contextlib.ExitStack() as stack:
+            path = self._path(key, "lock")
             try:
-                lock = os.open(
-                    self._path(key, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-                )
+                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 stack.callback(os.close, lock)
                 _wait_for(lock)
+                if not leaves_lock:
+                    stack.callback(path.unlink, missing_ok=True)
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, model.encode(), 0)
             except OSError as error:
                 logger.warning("no lock in the weights cache %s: %s", self.folder, error.strerror)
             yield
+
+    def has(self, prefix: str) -> bool:
+        """Whether there are weights of a key with this prefix."""
+        return any(self.folder.glob(f"{prefix}*.weights"))
 
     def open(self, key: str) -> PackedFile | None:
         """The weights of `key`, mapped; None if they have to be made (anew)."""
@@ -112,8 +118,6 @@ class PackedCache:
         except (OSError, PackedFileError, _TooSmallError) as error:
             reason = (isinstance(error, OSError) and error.strerror) or error
             logger.warning("the packed weights are not kept for the next start: %s", reason)
-        except StoreStoppedError:
-            logger.info("the packed weights are not kept: the server ends before they are written")
         else:
             seconds = time.monotonic() - started
             mib = needed // _MIB

@@ -303,12 +303,32 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_kept(
 def test_weights_that_cannot_be_read_are_named(
     checkpoint: TinyCheckpoint, cache: PackedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("hashlib.file_digest", fail)
-    with pytest.raises(ConfigError, match=naming("model.safetensors", "Input/output")):
+    """Such as a folder: it can be opened, and not be read."""
+    load(checkpoint, cache)
+    file = checkpoint.folder / "model.safetensors"
+    file.unlink()
+    file.mkdir()
+    monkeypatch.setattr(weight_loading, "weight_files", lambda _: [file])
+    with pytest.raises(ConfigError, match=naming("model.safetensors", "directory")):
         load(checkpoint, cache)
+
+
+def test_a_checkpoint_that_cannot_be_hashed_is_served(
+    checkpoint: TinyCheckpoint,
+    cache: PackedCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No other weights of its form are there: it is hashed in the background."""
+
+    def fail(*arguments: object, **options: object) -> str:
+        raise ConfigError("cannot read model.safetensors: Input/output error")
+
+    fresh = load(checkpoint, None)
+    monkeypatch.setattr(weight_loading, "_file_digest", fail)
+    assert_same_bits(load(checkpoint, cache), fresh)
+    assert "not kept for the next start: cannot read model.safetensors" in caplog.text
+    assert list(cache.folder.glob("*.lock")) == []
 
 
 def full_disk(*arguments: object) -> None:
