@@ -13,10 +13,10 @@ import random
 import sys
 from pathlib import Path
 
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.store import AdapterStore
-from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByName
 from loraplex.core.errors import AdapterNotFoundError
 

@@ -16,13 +16,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.adapters.tensor_file import (
     RawTensor,
     SafetensorsContent,
     StagingLimits,
     encode_header,
     read_tensors,
-    write_atomically,
 )
 from loraplex.core.adapter import OUTSIDE_LAYERS
 from loraplex.core.errors import InvalidAdapterError

@@ -1,9 +1,9 @@
-"""Folders that survive a loss of power, and disk space for changes that free more of it."""
+"""Files and folders that survive a loss of power, and space for changes that free more of it."""
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from loraplex.core.errors import SHORTAGES, StorageFullError, StorageUnavailableError
@@ -73,6 +73,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_atomically(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write a file durably: it is complete or absent. Creates the folder."""
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def identity_of(path: Path) -> FileIdentity | None:

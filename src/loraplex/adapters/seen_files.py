@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from loraplex.adapters.tensor_file import write_atomically
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.core.errors import InvalidAdapterError
 
 FileIdentity = tuple[int, int, int, int, int]

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from loraplex.adapters.durable_files import make_folder, sync_folder
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError
 from loraplex.core.rank_limits import RankLimits
@@ -315,20 +314,3 @@ def encode_sizes(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)  # the data starts aligned
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-
-def write_atomically(path: Path, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write a file durably: it is complete or absent. Creates the folder."""
-    make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)

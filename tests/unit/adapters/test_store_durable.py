@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.database import AdapterDatabase
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.state_files import StateLock, canonical_path
 from loraplex.adapters.store import AdapterStore, VersionOrigin
-from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.adapter import AdapterRef, AdapterSource, ByDigest, ByName, ByTaskId, LoraTarget
 from loraplex.core.errors import (
     AdapterLoadError,

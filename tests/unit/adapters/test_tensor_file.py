@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.adapters.tensor_file import (
     RawTensor,
     StagingLimits,
@@ -18,7 +19,6 @@ from loraplex.adapters.tensor_file import (
     read_bounded,
     read_tensors,
     tensor_names,
-    write_atomically,
 )
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
 from support.examples import examples

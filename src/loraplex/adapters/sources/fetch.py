@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from loraplex.adapters.durable_files import storing
+from loraplex.adapters.durable_files import storing, write_atomically
 from loraplex.adapters.formats import mlx, peft, trtllm
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
 from loraplex.adapters.formats.peft_ends import END_FILES
@@ -36,7 +36,6 @@ from loraplex.adapters.sources.reference import (
     gguf_files_of,
     parse,
 )
-from loraplex.adapters.tensor_file import write_atomically
 from loraplex.core.errors import AdapterLoadError, InvalidAdapterError
 
 if TYPE_CHECKING:

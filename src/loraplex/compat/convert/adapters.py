@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from loraplex.adapters.canonical import CanonicalRow
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.adapters.formats import trtllm
 from loraplex.adapters.formats.export import (
     common_storage_type,
@@ -25,7 +26,7 @@ from loraplex.adapters.formats.peft import WEIGHTS_NAME
 from loraplex.adapters.formats.peft_config import CONFIG_NAME
 from loraplex.adapters.formats.storage_type import StorageType
 from loraplex.adapters.shapes import BaseShapes
-from loraplex.adapters.tensor_file import StagingLimits, encode_header, write_atomically
+from loraplex.adapters.tensor_file import StagingLimits, encode_header
 from loraplex.core.errors import AdapterMismatchError, InvalidAdapterError, InvalidParameterError
 
 _NO_BASE = BaseShapes(0, {})

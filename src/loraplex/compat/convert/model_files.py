@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.tensor_file import encode_sizes, write_atomically
+from loraplex.adapters.durable_files import write_atomically
+from loraplex.adapters.tensor_file import encode_sizes
 from loraplex.compat.convert.flag_tables import NEMO
 from loraplex.core.errors import ConfigError
 from loraplex.execution.weights.checkpoint import Checkpoint

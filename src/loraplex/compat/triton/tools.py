@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from loraplex.adapters.tensor_file import write_atomically
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.core.environment import server_environment
 from loraplex.core.errors import ConfigError
 from loraplex.core.python_process import module_command
