@@ -101,7 +101,7 @@ def save_random_model(folder: Path, config: PretrainedConfig, *, seed: int = 0) 
 
 
 def _random_model(config: PretrainedConfig, seed: int) -> _SavedModel:
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     models: Any = AutoModelForCausalLM
     model = models.from_config(config)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def add_random_adapters(
     model: Any, adapters: Mapping[str, LoraConfig], *, seed: int = 0
 ) -> PeftModel:
     """The model wrapped by PEFT, with random A and B for each named adapter."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     names = list(adapters)
     peft_model = get_peft_model(model, adapters[names[0]], adapter_name=names[0])
     for name in names[1:]:

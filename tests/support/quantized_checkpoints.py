@@ -223,7 +223,7 @@ def quantize_folder(folder: Path, case: Case, *, seed: int = 0) -> dict[str, tor
 
     Returns all weights as they are decoded.
     """
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     path = folder / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
     decoded: dict[str, torch.Tensor] = {}
@@ -247,7 +247,7 @@ def encode_experts(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor, 
 
     Returns gate, up and down by the name of a layer's experts: [experts, out, in].
     """
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     path, decoded = folder / "model.safetensors", {}
     stored = load_file(path)
     for name in [name for name in stored if name.endswith("experts.gate_up_proj")]:

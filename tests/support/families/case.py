@@ -35,7 +35,7 @@ class FamilyCase:
 
     def save(self, folder: Path) -> Any:
         """Save a random model, and return that of transformers."""
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         model = self.model_class.from_config(
             self.config(), attn_implementation=self.attention, experts_implementation="eager"
         )

@@ -32,7 +32,7 @@ SIZES = in_turn("size", [1, 7, 8, 33, 64, 250, 2048])
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def library(request):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return load_library([request.param])
 
 

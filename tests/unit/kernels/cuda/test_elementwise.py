@@ -203,7 +203,7 @@ def test_rotary_turns_a_fused_view_and_nothing_else(num_heads, head_dim, dtype):
 def test_rotary_turns_the_first_numbers_of_heads(
     size, num_heads, num_key_heads, is_interleaved, dtype
 ):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     ours = torch.randn(4, num_heads + num_key_heads + 1, 80).to(dtype)
     before, expected = ours.clone(), ours.clone()
     angles = torch.rand(4, size // 2) * 6

@@ -21,7 +21,7 @@ NF4 = torch.tensor(
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
 
 
 def stored(
