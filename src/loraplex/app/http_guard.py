@@ -54,6 +54,8 @@ class GatheredWrites:
         self._unread_seconds = unread_seconds
         self._on_unread = on_unread
         self._timer: asyncio.TimerHandle | None = None
+        self.is_flushed = False
+        """Whether `flush` follows what is written now, in this turn."""
         self.is_closing = transport.is_closing
         self.abort = transport.abort
         self.get_extra_info = transport.get_extra_info
@@ -61,7 +63,7 @@ class GatheredWrites:
         self.resume_reading = transport.resume_reading
 
     def write(self, data: bytes) -> None:
-        if not self._waiting:
+        if not self._waiting and not self.is_flushed:
             self._loop.call_soon(self.flush)
         self._waiting.append(data)
         self._num_bytes += len(data)
@@ -572,9 +574,13 @@ class ConnectionGuard(asyncio.Protocol):
         assert self._send is not None, "written after the end of the response"
         sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
         # uvicorn waits for nothing while writing is not paused: no task has to await it.
-        for _ in sending.__await__():
-            raise RuntimeError("the server waits though the client reads")
-        self.transport.flush()
+        self.transport.is_flushed = True
+        try:
+            for _ in sending.__await__():
+                raise RuntimeError("the server waits though the client reads")
+        finally:
+            self.transport.is_flushed = False
+            self.transport.flush()
 
 
 async def _send_in_parts(message: Message, send: Send) -> None:

@@ -125,9 +125,13 @@ class Generation(_Outputs):
         stream = self._stream
         if self._best_of is not None or not isinstance(stream, OutputStream):
             return None
-        if not _are_plain(stream.pending):
+        deltas = _plain_deltas(stream.pending)
+        if deltas is None:
             return None
-        return self._merge(stream.take_pending(), {})
+        stream.take_pending()
+        pieces = (self._push(delta, {}) for delta in deltas)
+        sequences = tuple([piece for piece in pieces if piece is not None])
+        return self._output(sequences, finished=False, timing=None)
 
     def _merge(
         self, engine_outputs: Sequence[EngineOutput], logits: Mapping[str, Logits]
@@ -241,17 +245,19 @@ def outputs_of(
     return Generation(request, engine_request, adapters, tokenizer, stream, engine)
 
 
-def _are_plain(outputs: Sequence[EngineOutput]) -> bool:
-    """Return whether outputs bring a few tokens, and nothing else."""
+def _plain_deltas(outputs: Sequence[EngineOutput]) -> Sequence[SequenceDelta] | None:
+    """Return the deltas of outputs that bring a few tokens and nothing else; None for others."""
     num_tokens = 0
+    deltas: list[SequenceDelta] = []
     for output in outputs:
         if output.finished or output.prompt_logprobs is not None or output.prompt_logits:
-            return False
+            return None
         for delta in output.deltas:
             if delta.finish_reason is not None or delta.logprobs or delta.logits:
-                return False
+                return None
             num_tokens += len(delta.token_ids)
-    return 0 < num_tokens <= _FEW_TOKENS
+            deltas.append(delta)
+    return deltas if 0 < num_tokens <= _FEW_TOKENS else None
 
 
 async def _logits_of(outputs: Sequence[EngineOutput]) -> Mapping[str, Logits]:

@@ -70,7 +70,8 @@ class TextEventWriter(Protocol[T_contra]):
     def text_events(self, output: T_contra) -> bytes | None:
         """Return the events of the chunks of an output that does not end a sequence.
 
-        None, and no change: the chunks may have more than text.
+        None, and no change: the chunks may have more than text. The last chunks repeat nothing of
+        such outputs.
         """
         ...
 
@@ -173,9 +174,9 @@ class ChunkStream(Response, Generic[OutputT]):
         output = self._ready.take_ready()
         if output is None:
             return False
-        self._work += self._work_of(output)
         data = self._text_events(output)
         if data is None:
+            self._work += self._work_of(output)
             data = self._encode(self._writer.chunks(output))
         if data:
             self._direct.write(data)

@@ -40,6 +40,8 @@ class SequenceText:
         self._shown_tokens = ShownTokens(sampling.stop_token_sequences, shows_stop)
         self._stop_strings = StopStrings(sampling.stop, shows_stop)
         self._has_stop_strings = bool(sampling.stop)
+        self._ends_in_text = bool(sampling.stop or sampling.stop_token_sequences)
+        """Whether a text or a run of tokens may end it."""
         self.is_finished = False
 
     def push(
@@ -50,6 +52,17 @@ class SequenceText:
         Tokens after the one that completed the string are left out, as if they had come one by
         one: how many a step made does not matter.
         """
+        if delta.finish_reason is None and not self._ends_in_text and not logits:
+            # Most outputs: nothing is searched in them.
+            text = self._detokenizer.push(delta.token_ids)
+            return SequenceOutput(
+                delta.index,
+                text,
+                delta.token_ids,
+                delta.logprobs,
+                None,
+                cumulative_logprob=delta.cumulative_logprob,
+            )
         text, stop, num_tokens = self._text_of(delta)
         reason = FinishReason.STOP if stop is not None else delta.finish_reason
         self.is_finished = reason is not None
