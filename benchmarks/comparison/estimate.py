@@ -113,8 +113,8 @@ def estimated_seconds(
         per_round = one.start() + one.warm_up(sizes) + sum(map(one.case, cases))
         seconds = settings.rounds * per_round + one.preparation(sizes)
         seconds += one.start(is_cold=True) + (_NUM_FIRST_STARTS - 1) * one.start()
-        variants = [name for name in system.variants if name in settings.variants] or [
-            *system.variants
+        variants = [
+            name for name in system.variants if not settings.variants or name in settings.variants
         ]
         if len(variants) > 1:
             seconds += len(variants) * one.trial(sizes)

@@ -1,3 +1,4 @@
+import msgspec
 import pytest
 from comparison.cases import stages
 from comparison.estimate import estimated_seconds, token_bytes
@@ -40,6 +41,9 @@ def test_a_slower_machine_and_more_variants_take_longer(fake_system):
     arguments = [system, tried], planned, SETTINGS, SHORT
     found = estimated_seconds(LLAMA_8B, limits(), *arguments)
     assert found[tried.name] > found[system.name] > 60
+    few = msgspec.structs.replace(SETTINGS, variants=("of another system",))
+    untried = estimated_seconds(LLAMA_8B, limits(), [system, tried], planned, few, SHORT)
+    assert untried[tried.name] == found[system.name]
     slower = estimated_seconds(LLAMA_8B, limits(flops=1.2e11), *arguments)
     assert found[system.name] < slower[system.name] < 2.5 * found[system.name]
 
