@@ -127,7 +127,7 @@ public:
     static constexpr std::int64_t kMaxRows = 2;
 
     static Cut cut(std::int64_t num_rows) {
-        return {block_shape(std::min(num_rows, kMaxRows)), 1, kMaxRows};
+        return {kShapes.of(std::min(num_rows, kMaxRows)), 1, kMaxRows};
     }
 
     PairedProducts(const PanelLayout<Bfloat16> &layout, std::uint64_t cpu_features)

@@ -101,26 +101,33 @@ struct BlockShape {
     int panels;  // a power of two
 };
 
-// kFewRows[r - 1] is the shape for r rows in all, kManyRows the one for more. The last block of
-// rows may be lower. To read several panels at once hides the latency of the memory.
-#if defined(LORAPLEX_ISA_X86_64_V4)
-inline constexpr std::array<BlockShape, 5> kFewRows = {{{1, 8}, {2, 4}, {3, 4}, {4, 4}, {5, 4}}};
-inline constexpr BlockShape kManyRows = {12, 2};
-#elif defined(LORAPLEX_ISA_X86_64_V3)
-inline constexpr std::array<BlockShape, 2> kFewRows = {{{1, 4}, {2, 2}}};
-inline constexpr BlockShape kManyRows = {6, 1};
-#elif defined(LORAPLEX_ISA_NEON)
-inline constexpr std::array<BlockShape, 3> kFewRows = {{{1, 4}, {2, 2}, {3, 2}}};
-inline constexpr BlockShape kManyRows = {6, 1};
-#else
-inline constexpr std::array<BlockShape, 1> kFewRows = {{{1, 2}}};
-inline constexpr BlockShape kManyRows = {3, 1};
-#endif
+// few[r - 1] is the shape for r rows in all, many the one for more. The last block of rows may be
+// lower. To read several panels at once hides the latency of the memory.
+template <std::size_t kFew>
+struct BlockShapes {
+    std::array<BlockShape, kFew> few;
+    BlockShape many;
 
-constexpr BlockShape block_shape(std::int64_t num_rows) {
-    const auto index = static_cast<std::size_t>(num_rows - 1);
-    return index < kFewRows.size() ? kFewRows[index] : kManyRows;
-}
+    constexpr BlockShape of(std::int64_t num_rows) const {
+        const auto index = static_cast<std::size_t>(num_rows - 1);
+        return index < few.size() ? few[index] : many;
+    }
+};
+
+// kShapesWithTotals: of blocks with two sums of each row and vector.
+#if defined(LORAPLEX_ISA_X86_64_V4)
+inline constexpr BlockShapes<5> kShapes = {{{{1, 8}, {2, 4}, {3, 4}, {4, 4}, {5, 4}}}, {12, 2}};
+inline constexpr BlockShapes<3> kShapesWithTotals = {{{{1, 8}, {2, 4}, {3, 4}}}, {6, 2}};
+#elif defined(LORAPLEX_ISA_X86_64_V3)
+inline constexpr BlockShapes<2> kShapes = {{{{1, 4}, {2, 2}}}, {6, 1}};
+inline constexpr BlockShapes<1> kShapesWithTotals = {{{{1, 2}}}, {3, 1}};
+#elif defined(LORAPLEX_ISA_NEON)
+inline constexpr BlockShapes<3> kShapes = {{{{1, 4}, {2, 2}, {3, 2}}}, {6, 1}};
+inline constexpr BlockShapes<1> kShapesWithTotals = {{{{1, 2}}}, {3, 1}};
+#else
+inline constexpr BlockShapes<1> kShapes = {{{{1, 2}}}, {3, 1}};
+inline constexpr BlockShapes<1> kShapesWithTotals = kShapes;
+#endif
 
 // The lowest and the highest block that so many panels are used with.
 struct BlockRows {
@@ -128,14 +135,15 @@ struct BlockRows {
     int highest;
 };
 
+template <const auto &kOf>
 constexpr BlockRows block_rows(int panels) {
-    constexpr int kMany = static_cast<int>(kFewRows.size()) + 1;
-    if (kManyRows.panels == panels) {
+    constexpr int kMany = static_cast<int>(kOf.few.size()) + 1;
+    if (kOf.many.panels == panels) {
         // Rows are cut into blocks of nearly equal height.
-        return {std::min(kMany, (kManyRows.rows + 1) / 2), kManyRows.rows};
+        return {std::min(kMany, (kOf.many.rows + 1) / 2), kOf.many.rows};
     }
     BlockRows rows = {kMany, 0};
-    for (const BlockShape shape : kFewRows) {
+    for (const BlockShape shape : kOf.few) {
         if (shape.panels == panels) {
             rows = {std::min(rows.lowest, shape.rows), std::max(rows.highest, shape.rows)};
         }
@@ -159,27 +167,27 @@ __attribute__((always_inline)) inline void prefetch(const ReadAhead &ahead, std:
 
 // The Block<rows, kPanels>::run of the rows that are used with so many panels.
 template <typename Function, template <int, int> typename Block, int kPanels,
-          int kRows = block_rows(kPanels).lowest>
+          const auto &kOf = kShapes, int kRows = block_rows<kOf>(kPanels).lowest>
 constexpr Function block_of_panels(int rows) {
-    if constexpr (kRows <= block_rows(kPanels).highest) {
+    if constexpr (kRows <= block_rows<kOf>(kPanels).highest) {
         return rows == kRows ? &Block<kRows, kPanels>::run
-                             : block_of_panels<Function, Block, kPanels, kRows + 1>(rows);
+                             : block_of_panels<Function, Block, kPanels, kOf, kRows + 1>(rows);
     } else {
         return nullptr;
     }
 }
 
-template <typename Function, template <int, int> typename Block>
+template <typename Function, template <int, int> typename Block, const auto &kOf = kShapes>
 Function block_of(BlockShape shape) {
     switch (shape.panels) {
         case 8:
-            return block_of_panels<Function, Block, 8>(shape.rows);
+            return block_of_panels<Function, Block, 8, kOf>(shape.rows);
         case 4:
-            return block_of_panels<Function, Block, 4>(shape.rows);
+            return block_of_panels<Function, Block, 4, kOf>(shape.rows);
         case 2:
-            return block_of_panels<Function, Block, 2>(shape.rows);
+            return block_of_panels<Function, Block, 2, kOf>(shape.rows);
         default:
-            return block_of_panels<Function, Block, 1>(shape.rows);
+            return block_of_panels<Function, Block, 1, kOf>(shape.rows);
     }
 }
 

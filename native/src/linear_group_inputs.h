@@ -16,9 +16,6 @@ namespace loraplex {
 // Bytes that products take at once: inputs of int8 have zeros up to a multiple of it.
 inline constexpr int kByteMultiple = 64;
 
-// Four inputs of int8.
-using FourBytes __attribute__((may_alias)) = std::int32_t;
-
 // Whether products of bytes take signed weights.
 #if defined(LORAPLEX_ISA_NEON)
 inline constexpr bool kHasSignedDots = true;

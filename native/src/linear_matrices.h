@@ -107,7 +107,7 @@ class MatrixProducts : public VectorProducts<Bfloat16, MatrixInputs> {
 public:
     static Cut cut(std::int64_t num_rows) {
         return num_rows <= 2 ? Cut{{static_cast<int>(num_rows), 2}, 1, kMaxTileRows}
-                             : VectorProducts::cut(std::max<std::int64_t>(num_rows, kManyRows.rows));
+                             : VectorProducts::cut(std::max<std::int64_t>(num_rows, kShapes.many.rows));
     }
 
     MatrixProducts(const PanelLayout<Bfloat16> &layout, std::uint64_t cpu_features)
@@ -118,7 +118,7 @@ private:
         if (shape.panels == 2) {
             return shape.rows == 1 ? &MatrixBlock<1, 2>::run : &MatrixBlock<2, 2>::run;
         }
-        return block_of_panels<Function, MatrixBlock, kManyRows.panels>(shape.rows);
+        return block_of_panels<Function, MatrixBlock, kShapes.many.panels>(shape.rows);
     }
 };
 

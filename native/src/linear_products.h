@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "linear_super_blocks.h"
 #include "linear_vectors.h"
 
 #if defined(LORAPLEX_ISA_X86_64_V4)
@@ -45,7 +46,11 @@ auto with_products([[maybe_unused]] std::uint64_t cpu_features,
         }
     }
 #endif
-    return body(std::type_identity<VectorProducts<W>>{});
+    if constexpr (kHasSuperBlocks<W>) {
+        return body(std::type_identity<SuperBlockProducts<W>>{});
+    } else {
+        return body(std::type_identity<VectorProducts<W>>{});
+    }
 }
 
 // The same for weights whose inputs have 8 bits, too.

@@ -14,7 +14,7 @@
 
 namespace loraplex {
 
-template <typename W, typename AnyInputs = Inputs<W>>
+template <typename W, typename AnyInputs = Inputs<W>, const auto &kOf = kShapes>
 class VectorProducts {
 public:
     using Weight = W;
@@ -22,8 +22,8 @@ public:
     using RowInputs = AnyInputs;
 
     static Cut cut(std::int64_t num_rows) {
-        const BlockShape shape = block_shape(num_rows);
-        const bool is_few = num_rows <= kManyRows.rows;
+        const BlockShape shape = kOf.of(num_rows);
+        const bool is_few = num_rows <= kOf.many.rows;
         return {shape, is_few ? 1 : std::max(1, kTilePanels / shape.panels), kMaxTileRows};
     }
 

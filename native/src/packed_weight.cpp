@@ -11,23 +11,24 @@
 namespace loraplex {
 namespace {
 
-bool has_nibbles(loraplex_weight_kind kind) {
-    bool result = false;
+// What must divide the inputs of a block: nibbles have whole groups.
+std::int64_t unit_of(loraplex_weight_kind kind, std::int64_t group_size) {
+    std::int64_t unit = 1;
     for_weight_kind(kind, [&]<typename W>(W) {
-        result = kHasNibbles<W>;
+        unit = kHasSuperBlocks<W> ? kSuperInputs : kHasNibbles<W> ? group_size : 1;
         return LORAPLEX_OK;
     });
-    return result;
+    return unit;
 }
 
-// Sizes whose product cannot overflow, and groups that a kernel takes. Nibbles have whole groups.
+// Sizes whose product cannot overflow, and groups that a kernel takes.
 bool are_valid(loraplex_weight_kind kind, std::int64_t group_size, std::int64_t num_blocks,
                std::int64_t out_features, std::int64_t in_features) {
     constexpr std::int64_t kLargest = std::int64_t{1} << 28;
     return out_features > 0 && in_features > 0 && out_features <= kLargest &&
            in_features <= kLargest && are_blocks(num_blocks, in_features) &&
            is_group_size(kind, group_size) &&
-           (!has_nibbles(kind) || in_features / num_blocks % group_size == 0);
+           in_features / num_blocks % unit_of(kind, group_size) == 0;
 }
 
 bool are_entries(const std::int16_t *table, std::int64_t group_size) {
@@ -106,8 +107,102 @@ void put_table(const std::int16_t *table, std::uint8_t *target) {
     }
 }
 
+// Four bytes for each output: byte k has inputs k, 4 + k and so on, kBits of each.
+template <int kBits>
+void put_fours(const std::uint8_t *values, std::int64_t output, std::uint8_t *target) {
+    constexpr int kFields = 8 / kBits;
+    for (int k = 0; k < 4; ++k) {
+        int byte = 0;
+        for (int field = 0; field < kFields; ++field) {
+            byte |= values[4 * field + k] << kBits * field;
+        }
+        target[output * 4 + k] = static_cast<std::uint8_t>(byte);
+    }
+}
+
+// The values of one output in one super-block.
 template <typename W>
-void pack(loraplex_pool &pool, Rows<Source<W>> weight, Rows<float> scales, Rows<float> offsets,
+void put_values(const std::int8_t *source, std::int64_t output, std::uint8_t *target) {
+    constexpr auto kDepth = static_cast<int>(kInterleaved<W>);
+    constexpr std::int64_t kLine = 4 * kPanelWidth;
+    for (int first = 0; first < kSuperInputs; first += kDepth) {
+        std::uint8_t low[kDepth], high[kDepth];
+        for (int i = 0; i < kDepth; ++i) {
+            const int value = source[first + i] + (std::is_same_v<W, Super6> ? 32 : 0);
+            low[i] = static_cast<std::uint8_t>(value & 0xf);
+            high[i] = static_cast<std::uint8_t>(value >> 4);
+        }
+        put_fours<4>(low, output, target);
+        if constexpr (std::is_same_v<W, Super6>) {
+            put_fours<4>(low + 8, output, target + kLine);
+            put_fours<2>(high, output, target + 2 * kLine);
+        }
+        target += kDepth * kInputSize<W>;
+    }
+}
+
+// What belongs to the rows of a weight; data is null where a kind has none.
+struct Groups {
+    Rows<float> scales;
+    Rows<float> offsets;
+    Rows<std::int8_t> factors;
+    Rows<std::int8_t> minima;
+};
+
+// One output's super-blocks of one block, from super-block `first` of the row on.
+template <typename W>
+void put_super_blocks(const std::int8_t *values, const Groups &groups, std::int64_t row,
+                      std::int64_t output, std::int64_t first, const PanelLayout<W> &layout,
+                      W *target) {
+    const SuperBlockLayout<W> parts = layout.super_block();
+    auto *bytes = reinterpret_cast<std::uint8_t *>(target);
+    for (std::int64_t i = 0; i < layout.block_inputs() / kSuperInputs; ++i) {
+        put_values<W>(values + i * kSuperInputs, output, bytes);
+        const std::int64_t super_block = first + i;
+        const auto put_scale = [&](const Rows<float> &scales, std::int64_t place) {
+            std::memcpy(bytes + place + output * static_cast<int>(sizeof(float)),
+                        scales.row(row) + super_block, sizeof(float));
+        };
+        put_scale(groups.scales, parts.kScales);
+        const std::int8_t *factors = groups.factors.row(row) + super_block * parts.num_groups;
+        for (std::int64_t group = 0; group < parts.num_groups; ++group) {
+            bytes[parts.factors() + group * kPanelWidth + output] =
+                static_cast<std::uint8_t>(factors[group]);
+        }
+        if (parts.has_minima) {
+            put_scale(groups.offsets, parts.minimum_scales());
+            const std::int8_t *minima = groups.minima.row(row) + super_block * parts.num_groups;
+            for (std::int64_t group = 0; group < parts.num_groups; ++group) {
+                bytes[parts.minima() + group / 2 * 2 * kPanelWidth + output * 2 + group % 2] =
+                    static_cast<std::uint8_t>(minima[group]);
+            }
+        }
+        bytes += parts.num_bytes();
+    }
+}
+
+// One output of one block, and its groups.
+template <typename W>
+void put_output(Rows<Source<W>> weight, const Groups &groups, std::int64_t row, std::int64_t block,
+                std::int64_t output, const PanelLayout<W> &layout, W *target) {
+    const Source<W> *values = weight.row(row) + block * layout.block_inputs();
+    if constexpr (kHasSuperBlocks<W>) {
+        put_super_blocks(values, groups, row, output, block * layout.block_inputs() / kSuperInputs,
+                         layout, target);
+    } else {
+        put_inputs(values, output, layout, target);
+        const std::int64_t first_group = block * layout.num_groups();
+        W *scales = target + layout.values_size();
+        put_groups(groups.scales.row(row) + first_group, layout.num_groups(), output, scales);
+        if (layout.has_offsets()) {
+            put_groups(groups.offsets.row(row) + first_group, layout.num_groups(), output,
+                       scales + layout.scales_size());
+        }
+    }
+}
+
+template <typename W>
+void pack(loraplex_pool &pool, Rows<Source<W>> weight, const Groups &groups,
           const std::int16_t *table, std::int64_t out_features, const PanelLayout<W> &layout,
           W *packed) {
     const Op op(pool);
@@ -120,15 +215,7 @@ void pack(loraplex_pool &pool, Rows<Source<W>> weight, Rows<float> scales, Rows<
         for (std::int64_t block = 0; block < layout.num_blocks(); ++block) {
             W *target = panel + block * layout.block_stride();
             for (std::int64_t output = 0; output < num_outputs; ++output) {
-                const std::int64_t row = first + output;
-                const std::int64_t first_group = block * layout.num_groups();
-                put_inputs(weight.row(row) + block * layout.block_inputs(), output, layout, target);
-                W *groups = target + layout.values_size();
-                put_groups(scales.row(row) + first_group, layout.num_groups(), output, groups);
-                if (layout.has_offsets()) {
-                    put_groups(offsets.row(row) + first_group, layout.num_groups(), output,
-                               groups + layout.scales_size());
-                }
+                put_output(weight, groups, first + output, block, output, layout, target);
             }
             if constexpr (kTableSize<W> > 0) {
                 put_table(table, const_cast<std::uint8_t *>(layout.table(panel, block)));
@@ -160,11 +247,14 @@ loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind k
                                      int64_t group_size, int64_t num_blocks, const void *weight,
                                      int64_t weight_stride, const float *scales,
                                      int64_t scales_stride, const float *offsets,
-                                     const int16_t *table, int64_t out_features,
-                                     int64_t in_features, void *packed) {
+                                     const int8_t *factors, const int8_t *minima,
+                                     int64_t factors_stride, const int16_t *table,
+                                     int64_t out_features, int64_t in_features, void *packed) {
     using namespace loraplex;
+    const bool has_factors = kind >= LORAPLEX_WEIGHT_SUPER4;
     if (!are_valid(kind, group_size, num_blocks, out_features, in_features) ||
-        has_offsets(kind) != (offsets != nullptr) ||
+        has_offsets(kind) != (offsets != nullptr) || has_factors != (factors != nullptr) ||
+        (has_factors && has_offsets(kind)) != (minima != nullptr) ||
         (kind == LORAPLEX_WEIGHT_TABLE4) != (table != nullptr) ||
         (table != nullptr && !are_entries(table, group_size))) {
         return LORAPLEX_INVALID_ARGUMENT;
@@ -174,7 +264,11 @@ loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind k
                                                                  out_features, in_features));
         return for_weight_kind(kind, [&]<typename W>(W) {
             pack<W>(*pool, {static_cast<const Source<W> *>(weight), weight_stride},
-                    {scales, scales_stride}, {offsets, scales_stride}, table, out_features,
+                    {{scales, scales_stride},
+                     {offsets, scales_stride},
+                     {factors, factors_stride},
+                     {minima, factors_stride}},
+                    table, out_features,
                     PanelLayout<W>(in_features, num_blocks, group_size, has_offsets(kind)),
                     static_cast<W *>(packed));
             return LORAPLEX_OK;

@@ -29,6 +29,7 @@ constexpr Test kTests[] = {
     {"linear float", test_linear_float},
     {"linear int8", test_linear_int8},
     {"linear int4", test_linear_int4},
+    {"linear super-blocks", test_linear_super_blocks},
     {"write_kv", test_write_kv},
     {"paged_attention", test_attention},
     {"add_lora", test_lora},

@@ -145,6 +145,7 @@ void for_each_dtype(const Body &body) {
 void test_linear_float(Checks &checks);
 void test_linear_int8(Checks &checks);
 void test_linear_int4(Checks &checks);
+void test_linear_super_blocks(Checks &checks);
 void test_write_kv(Checks &checks);
 void test_attention(Checks &checks);
 void test_lora(Checks &checks);

@@ -152,8 +152,9 @@ std::vector<std::byte> pack_experts(Checks &checks, Random &random, std::int64_t
     for (std::int64_t e = 0; e < num_experts; ++e) {
         const auto weight = random_values<W>(random, out_features * in_features);
         checks.ok(loraplex_pack_weight(Pool(2), kDtype<W>, 0, num_blocks, weight.data(),
-                                       in_features, nullptr, 0, nullptr, nullptr, out_features,
-                                       in_features, packed.data() + e * num_bytes));
+                                       in_features, nullptr, 0, nullptr, nullptr, nullptr, 0,
+                                       nullptr, out_features, in_features,
+                                       packed.data() + e * num_bytes));
     }
     return packed;
 }

@@ -41,7 +41,9 @@ struct Weight {
 template <typename W>
 Weight pack(Checks &checks, loraplex_weight_kind kind, Size size, const std::vector<W> &weight,
             const std::vector<float> &scales, std::vector<double> values,
-            const std::vector<float> &offsets = {}, const std::int16_t *table = nullptr) {
+            const std::vector<float> &offsets = {}, const std::int16_t *table = nullptr,
+            const std::vector<std::int8_t> &factors = {},
+            const std::vector<std::int8_t> &minima = {}) {
     const std::int64_t num_bytes = loraplex_packed_weight_bytes(
         kind, size.group_size, size.num_blocks, size.out_features, size.in_features);
     checks.expect(num_bytes > 0, "packed bytes");
@@ -49,9 +51,12 @@ Weight pack(Checks &checks, loraplex_weight_kind kind, Size size, const std::vec
                   std::vector<std::byte>(static_cast<std::size_t>(num_bytes))};
     const std::int64_t num_groups =
         scales.empty() ? 0 : static_cast<std::int64_t>(scales.size()) / size.out_features;
+    const std::int64_t num_factors = static_cast<std::int64_t>(factors.size()) / size.out_features;
     checks.ok(loraplex_pack_weight(Pool(2), kind, size.group_size, size.num_blocks, weight.data(),
                                    size.in_features, scales.empty() ? nullptr : scales.data(),
-                                   num_groups, offsets.empty() ? nullptr : offsets.data(), table,
+                                   num_groups, offsets.empty() ? nullptr : offsets.data(),
+                                   factors.empty() ? nullptr : factors.data(),
+                                   minima.empty() ? nullptr : minima.data(), num_factors, table,
                                    size.out_features, size.in_features,
                                    result.packed.data()));
     return result;
@@ -123,6 +128,42 @@ Weight quantized_weight(Checks &checks, Random &random, loraplex_weight_kind kin
                 numbers.table.empty() ? nullptr : numbers.table.data());
 }
 
+bool has_super_blocks(loraplex_weight_kind kind) { return kind >= LORAPLEX_WEIGHT_SUPER4; }
+
+Weight super_block_weight(Checks &checks, Random &random, loraplex_weight_kind kind, Size size) {
+    constexpr std::int64_t kInputs = LORAPLEX_SUPER_BLOCK_INPUTS;
+    const bool has_minima = kind != LORAPLEX_WEIGHT_SUPER6;
+    const bool is_narrow = kind == LORAPLEX_WEIGHT_SUPER4;
+    const auto any_byte = [&] {
+        return static_cast<std::int8_t>(static_cast<int>(random.below(256)) - 128);
+    };
+    std::vector<std::int8_t> weight, factors, minima;
+    std::vector<float> scales, offsets;
+    std::vector<double> values;
+    for (std::int64_t i = 0; i < size.out_features * size.in_features; ++i) {
+        const bool is_first = i % kInputs == 0;
+        if (is_first) {
+            scales.push_back(static_cast<float>(random.uniform(-0.001, 0.001)));
+            offsets.push_back(has_minima ? static_cast<float>(random.uniform(0.0, 0.01)) : 0.0f);
+        }
+        if (i % size.group_size == 0) {
+            // The largest sums: all inputs may be 127 or -127.
+            factors.push_back(random.below(4) == 0 ? std::int8_t{-128} : any_byte());
+            minima.push_back(has_minima ? any_byte() : std::int8_t{0});
+        }
+        const auto number = static_cast<int>(random.below(is_narrow ? 16 : 64));
+        weight.push_back(static_cast<std::int8_t>(is_narrow ? number : number - 32));
+        values.push_back(double{scales.back()} * factors.back() * weight.back() -
+                         double{offsets.back()} * minima.back());
+    }
+    if (!has_minima) {
+        offsets.clear();
+        minima.clear();
+    }
+    return pack(checks, kind, size, weight, scales, std::move(values), offsets, nullptr, factors,
+                minima);
+}
+
 // [num_rows, out] of the first rows of x.
 template <typename T>
 std::vector<T> apply(Checks &checks, loraplex_pool *pool, const Weight &weight, const T *x,
@@ -147,7 +188,8 @@ double input_rounding(const Weight &weight, const double *x, const double *w) {
         sum += std::abs(w[i]);
     }
     const bool has_bytes = weight.kind == LORAPLEX_WEIGHT_INT8_BY_INT8 ||
-                           weight.kind == LORAPLEX_WEIGHT_INT4_BY_INT8;
+                           weight.kind == LORAPLEX_WEIGHT_INT4_BY_INT8 ||
+                           has_super_blocks(weight.kind);
     return 0.51 * largest / (has_bytes ? 127.0 : 32767.0) * sum;
 }
 
@@ -314,6 +356,23 @@ void test_linear_int4(Checks &checks) {
         for (const auto kind : {LORAPLEX_WEIGHT_INT4_OFFSETS, LORAPLEX_WEIGHT_TABLE4,
                                 LORAPLEX_WEIGHT_INT4_BY_INT8}) {
             test_weight<float>(checks, random, quantized_weight(checks, random, kind, size));
+        }
+    }
+}
+
+void test_linear_super_blocks(Checks &checks) {
+    Random random(4);
+    for (const auto kind : {LORAPLEX_WEIGHT_SUPER4, LORAPLEX_WEIGHT_SUPER6,
+                            LORAPLEX_WEIGHT_SUPER6_OFFSETS}) {
+        for (const Size size : {Size{1, 256, 32}, Size{130, 768, 16}, Size{33, 1536, 32, 2},
+                                Size{20, 1024, 16, 4}}) {
+            const Weight weight = super_block_weight(checks, random, kind, size);
+            for_each_dtype([&]<typename T>(T) { test_weight<T>(checks, random, weight); });
+        }
+        for (const Size size : {Size{4, 128, 32}, Size{4, 256, 64}, Size{4, 512, 32, 4}}) {
+            checks.expect(loraplex_packed_weight_bytes(kind, size.group_size, size.num_blocks,
+                                                       size.out_features, size.in_features) == 0,
+                          "a size without whole super-blocks, or groups of another size");
         }
     }
 }

@@ -25,7 +25,15 @@ enum {
     /* As INT8 and INT4, but the inputs are rounded to 8 bits instead of 16. */
     LORAPLEX_WEIGHT_INT8_BY_INT8 = 8,
     LORAPLEX_WEIGHT_INT4_BY_INT8 = 9,
+    /* Super-blocks of LORAPLEX_SUPER_BLOCK_INPUTS inputs, which divide those of a block, and in them
+     * groups of 16 or 32: w = value * factor * scale - minimum * minimum_scale, the factor and the
+     * minimum of a group int8, both scales of a super-block. */
+    LORAPLEX_WEIGHT_SUPER4 = 10, /* 0 .. 15 */
+    LORAPLEX_WEIGHT_SUPER6 = 11, /* -32 .. 31, no minima */
+    LORAPLEX_WEIGHT_SUPER6_OFFSETS = 12, /* -32 .. 31 */
 };
+
+#define LORAPLEX_SUPER_BLOCK_INPUTS 256
 
 #define LORAPLEX_MIN_GROUP_SIZE 16
 /* 512 products of -128 and 32767 fit in 32 bits, and 512 inputs of 16 bits in a float32's 24. */
@@ -44,14 +52,18 @@ LORAPLEX_API int64_t loraplex_packed_weight_bytes(loraplex_weight_kind kind, int
 /* weight [out_features, in_features] of the kind's own type; int8_t for kinds with scales.
  * scales [out_features, num_blocks * groups of a block] float32, offsets likewise and with the same
  * stride, table [16]: each null where the kind has none. No entry of the table is above
- * 65536 / group_size - 1 or below its negative, so that a group's sum fits in 32 bits. */
+ * 65536 / group_size - 1 or below its negative, so that a group's sum fits in 32 bits.
+ *
+ * Of super-blocks, scales and offsets are those of a super-block and of its minima; factors
+ * [out_features, groups] int8, and minima likewise and with the same stride. Null for other kinds. */
 LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_weight_kind kind,
                                                   int64_t group_size, int64_t num_blocks,
                                                   const void *weight, int64_t weight_stride,
                                                   const float *scales, int64_t scales_stride,
-                                                  const float *offsets, const int16_t *table,
-                                                  int64_t out_features, int64_t in_features,
-                                                  void *packed);
+                                                  const float *offsets, const int8_t *factors,
+                                                  const int8_t *minima, int64_t factors_stride,
+                                                  const int16_t *table, int64_t out_features,
+                                                  int64_t in_features, void *packed);
 
 /* x [num_rows, in_features], bias [out_features] float32 or null, y [num_rows, out_features] of
  * x's type.
@@ -76,7 +88,12 @@ LORAPLEX_API loraplex_status loraplex_pack_weight(loraplex_pool *pool, loraplex_
  * holds an infinity or a NaN makes the row's result NaN.
  *
  * INT8_BY_INT8 and INT4_BY_INT8: the same with groups instead of blocks and with s = max |x| / 127: a
- * group's sum times the weight's scale, rounded, times s, rounded, is added in float32. */
+ * group's sum times the weight's scale, rounded, times s, rounded, is added in float32.
+ *
+ * Super-blocks: the same with super-blocks instead of blocks and with s = max |x| / 127. The sum of a
+ * super-block's products times their groups' factors is whole and exact, and so is that of its inputs
+ * times the minima; the first times the scale, less the second times the minima's, times s, each
+ * rounded, is added in float32. */
 LORAPLEX_API loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
                                              int64_t group_size, int64_t num_blocks,
                                              loraplex_dtype dtype, const void *x, int64_t x_stride,

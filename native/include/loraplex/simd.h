@@ -1,5 +1,5 @@
 // One vector of float32 per instruction set: `Floats`, with kLanes lanes. Nothing else may differ.
-// `Ints` has as many of int32, and `Pairs` twice as many of int16.
+// `Ints` has as many of int32, `Pairs` twice as many of int16, and `Fours` four times as many bytes.
 //
 // Loads and stores take float, Bfloat16 and Float16, at any alignment; loads take int8_t, too. The
 // arithmetic is float32.
@@ -11,6 +11,13 @@
 #include <cstring>
 
 #include "loraplex/dtype.h"
+
+namespace loraplex {
+
+// Four inputs of int8.
+using FourBytes __attribute__((may_alias)) = std::int32_t;
+
+}  // namespace loraplex
 
 #if defined(LORAPLEX_ISA_X86_64_V4)
 #include "loraplex/simd_avx512.h"

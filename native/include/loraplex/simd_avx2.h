@@ -104,6 +104,13 @@ using Pairs = __m256i;
 
 inline Ints zero_ints() { return _mm256_setzero_si256(); }
 inline Floats to_floats(Ints value) { return _mm256_cvtepi32_ps(value); }
+inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+inline Ints broadcast(std::int32_t value) { return _mm256_set1_epi32(value); }
+
+inline Ints load_ints(const std::int8_t *source) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(source)));
+}
 
 inline Pairs broadcast_pair(const std::int16_t *pair) {
     std::int32_t bits;
@@ -180,6 +187,38 @@ inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
 struct VnniDot {
     Ints operator()(Ints sum, Pairs a, Pairs b) const {
         asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+        return sum;
+    }
+};
+
+// kLanes fours of bytes.
+using Fours = __m256i;
+
+// The bits of `mask` of each byte, after a shift to the right, or to the left if kShift is below 0.
+template <int kShift>
+inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(fours));
+    const __m256i shifted = kShift >= 0 ? _mm256_srli_epi16(bytes, kShift < 0 ? 0 : kShift)
+                                        : _mm256_slli_epi16(bytes, kShift < 0 ? -kShift : 0);
+    return _mm256_and_si256(shifted, _mm256_set1_epi8(static_cast<char>(mask)));
+}
+
+inline Fours unite(Fours a, Fours b) { return _mm256_or_si256(a, b); }
+
+// sum + the four products of each lane; weights are 0 .. 63, so that two products fit in 16 bits.
+struct PlainFours {
+    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
+        const __m256i pairs = _mm256_maddubs_epi16(weights, _mm256_set1_epi32(*inputs));
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+};
+
+// The same in one instruction of AVX-VNNI. In assembly: the library must load without it.
+struct VnniFours {
+    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
+        asm("%{vex%} vpdpbusd %2, %1, %0"
+            : "+x"(sum)
+            : "x"(weights), "x"(_mm256_set1_epi32(*inputs)));
         return sum;
     }
 };

@@ -91,6 +91,13 @@ using Pairs = __m512i;
 
 inline Ints zero_ints() { return _mm512_setzero_si512(); }
 inline Floats to_floats(Ints value) { return _mm512_cvtepi32_ps(value); }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+inline Ints broadcast(std::int32_t value) { return _mm512_set1_epi32(value); }
+
+inline Ints load_ints(const std::int8_t *source) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(source)));
+}
 
 inline Pairs broadcast_pair(const std::int16_t *pair) {
     std::int32_t bits;
@@ -148,6 +155,38 @@ inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
 struct VnniDot {
     Ints operator()(Ints sum, Pairs a, Pairs b) const {
         asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+        return sum;
+    }
+};
+
+// kLanes fours of bytes.
+using Fours = __m512i;
+
+// The bits of `mask` of each byte, after a shift to the right, or to the left if kShift is below 0.
+template <int kShift>
+inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
+    const __m512i bytes = _mm512_loadu_si512(fours);
+    const __m512i shifted = kShift >= 0 ? _mm512_srli_epi16(bytes, kShift < 0 ? 0 : kShift)
+                                        : _mm512_slli_epi16(bytes, kShift < 0 ? -kShift : 0);
+    return _mm512_and_si512(shifted, _mm512_set1_epi8(static_cast<char>(mask)));
+}
+
+inline Fours unite(Fours a, Fours b) { return _mm512_or_si512(a, b); }
+
+// sum + the four products of each lane; weights are 0 .. 63, so that two products fit in 16 bits.
+struct PlainFours {
+    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
+        const __m512i pairs = _mm512_maddubs_epi16(weights, _mm512_set1_epi32(*inputs));
+        return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+    }
+};
+
+// The same in one instruction of AVX512-VNNI. In assembly: the library must load without it. Inputs
+// from memory: a compiler would load those of all rows first, and has no registers for them.
+struct VnniFours {
+    __attribute__((always_inline)) Ints operator()(Ints sum, Fours weights,
+                                                   const FourBytes *inputs) const {
+        asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(*inputs), "v"(weights));
         return sum;
     }
 };

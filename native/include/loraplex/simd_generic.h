@@ -94,6 +94,13 @@ using Pairs = std::int16_t __attribute__((vector_size(16)));
 
 inline Ints zero_ints() { return Ints{}; }
 inline Floats to_floats(Ints value) { return __builtin_convertvector(value, Floats); }
+inline Ints add(Ints a, Ints b) { return a + b; }
+inline Ints multiply(Ints a, Ints b) { return a * b; }
+inline Ints broadcast(std::int32_t value) { return Ints{value, value, value, value}; }
+
+inline Ints load_ints(const std::int8_t *source) {
+    return Ints{source[0], source[1], source[2], source[3]};
+}
 
 inline Pairs broadcast_pair(const std::int16_t *pair) {
     return Pairs{pair[0], pair[1], pair[0], pair[1], pair[0], pair[1], pair[0], pair[1]};
@@ -149,5 +156,36 @@ inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
     return sum;
 #endif
 }
+
+// kLanes fours of bytes.
+using Fours = std::uint8_t __attribute__((vector_size(16)));
+
+// The bits of `mask` of each byte, after a shift to the right, or to the left if kShift is below 0.
+template <int kShift>
+inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
+    Fours bytes;
+    std::memcpy(&bytes, fours, sizeof(bytes));
+    if constexpr (kShift >= 0) {
+        return (bytes >> kShift) & mask;
+    } else {
+        return (bytes << -kShift) & mask;
+    }
+}
+
+inline Fours unite(Fours a, Fours b) { return a | b; }
+
+// sum + the four products of each lane; weights are 0 .. 63.
+struct PlainFours {
+    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
+        std::int8_t x[4];
+        std::memcpy(x, inputs, sizeof(x));
+        for (int lane = 0; lane < kLanes; ++lane) {
+            for (int i = 0; i < 4; ++i) {
+                sum[lane] += weights[4 * lane + i] * x[i];
+            }
+        }
+        return sum;
+    }
+};
 
 }  // namespace loraplex

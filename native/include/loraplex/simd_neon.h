@@ -93,6 +93,15 @@ using Pairs = int16x8_t;
 
 inline Ints zero_ints() { return vdupq_n_s32(0); }
 inline Floats to_floats(Ints value) { return vcvtq_f32_s32(value); }
+inline Ints add(Ints a, Ints b) { return vaddq_s32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return vmulq_s32(a, b); }
+inline Ints broadcast(std::int32_t value) { return vdupq_n_s32(value); }
+
+inline Ints load_ints(const std::int8_t *source) {
+    std::int32_t bits;
+    std::memcpy(&bits, source, sizeof(bits));
+    return vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(static_cast<std::uint32_t>(bits)))));
+}
 
 inline Pairs broadcast_pair(const std::int16_t *pair) {
     std::int32_t bits;
@@ -134,5 +143,38 @@ inline Ints dot_add(Ints sum, Pairs a, Pairs b) {
     const int32x4_t low = vmull_s16(vget_low_s16(a), vget_low_s16(b));
     return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(a, b)));
 }
+
+// kLanes fours of bytes.
+using Fours = uint8x16_t;
+
+// The bits of `mask` of each byte, after a shift to the right, or to the left if kShift is below 0.
+template <int kShift>
+inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
+    return vandq_u8(vshlq_u8(vld1q_u8(fours), vdupq_n_s8(-kShift)), vdupq_n_u8(mask));
+}
+
+inline Fours unite(Fours a, Fours b) { return vorrq_u8(a, b); }
+
+// sum + the four products of each lane; weights are 0 .. 63, so that two products fit in 16 bits.
+struct PlainFours {
+    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
+        const int8x16_t values = vreinterpretq_s8_u8(weights);
+        const int8x16_t fours = vreinterpretq_s8_s32(vdupq_n_s32(*inputs));
+        const int16x8_t low = vmull_s8(vget_low_s8(values), vget_low_s8(fours));
+        const int16x8_t high = vmull_high_s8(values, fours);
+        return vaddq_s32(sum, vpaddlq_s16(vpaddq_s16(low, high)));
+    }
+};
+
+// The same in one instruction for dot products. In assembly: the library must load without it.
+struct VnniFours {
+    __attribute__((always_inline)) Ints operator()(Ints sum, Fours weights,
+                                                   const FourBytes *inputs) const {
+        asm(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
+            : "+w"(sum)
+            : "w"(weights), "w"(vdupq_n_s32(*inputs)));
+        return sum;
+    }
+};
 
 }  // namespace loraplex

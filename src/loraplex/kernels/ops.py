@@ -13,7 +13,7 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.lora import LoraBatch, LoraPlace
-from loraplex.kernels.quantization import QuantizedWeight
+from loraplex.kernels.quantization import StoredNumbers
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
@@ -189,7 +189,7 @@ class Kernels(Protocol):
 
     def pack_linear(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: torch.Tensor | StoredNumbers,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
@@ -208,8 +208,14 @@ class Kernels(Protocol):
         """
         ...
 
-    def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
+    def takes_quantized(self, weight: StoredNumbers, num_blocks: int) -> bool:
         """Whether `linear` multiplies a weight of this form without decoding it before."""
+        ...
+
+    def weight_rows(
+        self, packed: PackedLinear, indices: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return rows of a layer without experts: indices [T] int64 -> [T, in]."""
         ...
 
     @property

@@ -7,11 +7,13 @@ group is the whole row and q a number of e4m3, s = max |w| / 448. What is rounde
 every backend.
 
 Checkpoints that are quantised already have groups of other sizes, and more: w = q s - o with an
-offset o for each group, or w = t[q] s with a table t of 16 numbers.
+offset o for each group, or w = t[q] s with a table t of 16 numbers. GGUF's K types have scales of
+two levels: s = f d and o = m e, with whole numbers f and m for each group, and floats d and e for
+each super-block of 256 inputs.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -27,6 +29,12 @@ GROUP_SIZES = (16, 32, 64, 128, 256, 512)
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
+
+SUPER_BLOCK = 256
+"""Inputs of a super-block."""
+
+SUPER_BLOCK_GROUPS = (16, 32)
+"""Group sizes of weights in super-blocks."""
 
 SMALLEST_ROW = 2.0**-100
 """A row or group of numbers that are all smaller counts as zeros: its scale has no reciprocal."""
@@ -71,6 +79,76 @@ class QuantizedWeight:
     def _spread(self, groups: torch.Tensor) -> torch.Tensor:
         """Return a number for each input from one for each group."""
         return groups.repeat_interleave(self.group_size, -1)[..., : self.values.shape[-1]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ScaleLevels:
+    """Scales of two levels: a group's is factor * scale, and minimum * minimum_scale is subtracted.
+
+    SUPER_BLOCK inputs are a super-block.
+    """
+
+    factors: torch.Tensor  # [..., out, groups] int8
+    scales: torch.Tensor  # [..., out, super-blocks] float32
+    minima: torch.Tensor | None = None  # [..., out, groups] int8
+    minimum_scales: torch.Tensor | None = None  # [..., out, super-blocks] float32
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "ScaleLevels":
+        """Return what `change` gives for each tensor."""
+        return ScaleLevels(
+            change(self.factors),
+            change(self.scales),
+            None if self.minima is None else change(self.minima),
+            None if self.minimum_scales is None else change(self.minimum_scales),
+        )
+
+    def group_scales(self) -> torch.Tensor:
+        """[..., out, groups] float32"""
+        return _of_groups(self.factors, self.scales)
+
+    def group_offsets(self) -> torch.Tensor | None:
+        """[..., out, groups] float32, subtracted; None: 0."""
+        if self.minima is None or self.minimum_scales is None:
+            return None
+        return _of_groups(self.minima, self.minimum_scales)
+
+
+def _of_groups(factors: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    per_super_block = factors.shape[-1] // scales.shape[-1]
+    return factors.float() * scales.repeat_interleave(per_super_block, -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SuperBlockWeight:
+    """Weight [..., out, in] whose scales have two levels; super-blocks divide the inputs."""
+
+    bits: int
+    """4: values are 0 .. 15; 6: -32 .. 31."""
+    group_size: int
+    values: torch.Tensor  # [..., out, in] int8
+    levels: ScaleLevels
+
+    def to(self, device: torch.device) -> "SuperBlockWeight":
+        """Return the same weight on this device."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device)
+
+        return dataclasses.replace(
+            self, values=moved(self.values), levels=self.levels.mapped(moved)
+        )
+
+    def dequantized(self) -> torch.Tensor:
+        """[..., out, in] float32"""
+        scales, offsets = self.levels.group_scales(), self.levels.group_offsets()
+        values = self.values.float() * scales.repeat_interleave(self.group_size, -1)
+        if offsets is None:
+            return values
+        return values - offsets.repeat_interleave(self.group_size, -1)
+
+
+StoredNumbers = QuantizedWeight | SuperBlockWeight
+"""A weight that is quantised already, in a form that kernels may multiply as it is."""
 
 
 def largest_entry(group_size: int) -> int:
@@ -203,6 +281,32 @@ def rounded_linear(
     for group, inputs in enumerate(_groups(weight)):
         rows, row_scales = _rounded_rows(x[:, inputs].float(), _INT8_MAX)
         share = (rows @ values[:, inputs].t()).float() * weight.scales[:, group]
+        y += share * row_scales
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype)
+
+
+def super_block_linear(
+    x: torch.Tensor, weight: SuperBlockWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [T, in] -> [T, out] of x's type: the bits that the native kernels give, slowly.
+
+    Each row is rounded to 8 bits with a scale for each super-block. The sums of products times the
+    groups' factors, and of inputs times the minima, are whole numbers and exact.
+    """
+    values, levels, size = weight.values.double(), weight.levels, weight.group_size
+    num_groups = SUPER_BLOCK // size
+    y = torch.zeros(x.shape[0], values.shape[0])
+    for number, first in enumerate(range(0, values.shape[1], SUPER_BLOCK)):
+        inputs = slice(first, first + SUPER_BLOCK)
+        groups = slice(number * num_groups, (number + 1) * num_groups)
+        rows, row_scales = _rounded_rows(x[:, inputs].float(), _INT8_MAX)
+        factors = levels.factors[:, groups].double().repeat_interleave(size, 1)
+        share = (rows @ (values[:, inputs] * factors).t()).float() * levels.scales[:, number]
+        if levels.minima is not None and levels.minimum_scales is not None:
+            minima = levels.minima[:, groups].double().repeat_interleave(size, 1)
+            share -= (rows @ minima.t()).float() * levels.minimum_scales[:, number]
         y += share * row_scales
     if bias is not None:
         y += bias.float()

@@ -34,7 +34,7 @@ from loraplex.kernels.ops import (
     stored_size,
     to_stored,
 )
-from loraplex.kernels.quantization import QuantizedWeight, quantize
+from loraplex.kernels.quantization import StoredNumbers, quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
 from loraplex.kernels.routing import Routes
 
@@ -105,7 +105,7 @@ class ReferenceKernels:
 
     def pack_linear(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: torch.Tensor | StoredNumbers,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
@@ -117,9 +117,15 @@ class ReferenceKernels:
             weight = rows.to(weight.dtype).view(weight.shape)
         return _TorchLinear(weight, bias, num_blocks > 0)
 
-    def takes_quantized(self, weight: QuantizedWeight, num_blocks: int) -> bool:
+    def takes_quantized(self, weight: StoredNumbers, num_blocks: int) -> bool:
         del weight, num_blocks
         return False
+
+    def weight_rows(
+        self, packed: PackedLinear, indices: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert isinstance(packed, _TorchLinear)
+        return packed.weight[indices].to(dtype)
 
     def linear_parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, _TorchLinear)

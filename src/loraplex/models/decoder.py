@@ -117,7 +117,7 @@ class Decoder:
         self.spec = spec
         self._kernels = kernels
         self._rotary = rotary
-        self._embedding = parameters.embedding
+        self._embedding, self._packed_embedding = parameters.embedding, parameters.packed_embedding
         self._projections = parameters.projections
         self._positions = parameters.positions
         group_of = {cache: n for n, group in enumerate(cache_groups) for cache in group.caches}
@@ -246,7 +246,12 @@ class Decoder:
 
     def _embed(self, batch: ForwardBatch) -> HiddenState:
         """Return the state that the first layer reads."""
-        embedded = self._kernels.take_rows(self._embedding, batch.token_ids)
+        if self._packed_embedding is None:
+            embedded = self._kernels.take_rows(self._embedding, batch.token_ids)
+        else:
+            embedded = self._kernels.weight_rows(
+                self._packed_embedding, batch.token_ids, self.dtype
+            )
         _wait_for(OUTSIDE_LAYERS, batch)
         if batch.lora is not None and batch.lora.parts:
             embed(embedded, batch.token_ids, batch.lora.parts)

@@ -40,7 +40,10 @@ class LayerParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
-    embedding: torch.Tensor  # [vocab_size, hidden or embedding_size]; no rows after the first stage
+    embedding: torch.Tensor
+    """[vocab_size, hidden or embedding_size]; no rows after the first stage, or where it is packed."""
+    packed_embedding: PackedLinear | None
+    """The same as a layer of vocab_size outputs, where it is stored like that."""
     projections: tuple[PackedLinear, ...]  # ModelSpec.embedding_size to hidden, and back; or none
     embedding_norm: NormParameters | None
     positions: torch.Tensor | None  # [max_position_embeddings, hidden], where they are learned
@@ -62,6 +65,8 @@ class LinearPlace:
     in_features: int
     has_bias: bool = False
     is_lm_head: bool = False
+    is_embedding: bool = False
+    """Whether single rows of the weight are read, not products with it."""
     is_choice: bool = False
     """Whether the outputs choose and weigh experts: a small error may choose other ones."""
     has_unit_rows: bool = False
@@ -134,7 +139,9 @@ class ParameterSource(Protocol):
         """
         ...
 
-    def linear(self, place: LinearPlace) -> PackedLinear: ...
+    def linear(self, place: LinearPlace) -> PackedLinear:
+        """Return the layer, packed; None for an embedding whose rows are to be a tensor."""
+        ...
 
 
 def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParameters:
@@ -146,10 +153,15 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
     names, vocab, size = spec.names, spec.vocab_size, spec.embedding_size or spec.hidden_size
     embedding = names.root + names.embedding
     lm_head = embedding if spec.tie_word_embeddings else names.lm_head
+    packed_embedding = None
+    if spec.is_first_stage:
+        packed_embedding = source.linear(LinearPlace({embedding: vocab}, size, is_embedding=True))
+    has_rows = spec.is_first_stage and packed_embedding is None
     return DecoderParameters(
         embedding=source.tensor(
-            f"{embedding}.weight", (vocab, size), None if spec.is_first_stage else 0
+            f"{embedding}.weight", (vocab, size), None if has_rows else 0
         ),
+        packed_embedding=packed_embedding,
         projections=_build_projections(spec, source),
         embedding_norm=_build_norm(spec.embedding_norm, source),
         positions=_build_positions(spec, source),
@@ -285,6 +297,8 @@ class _Shapes:
         return torch.empty(shape, device="meta")[:num_rows]
 
     def linear(self, place: LinearPlace) -> PackedLinear:
+        if place.is_embedding:
+            return None
         self.places.append(place)
         for part, size in place.stored_parts():
             self.by_name[f"{part}.weight"] = place.stored_shape(size)

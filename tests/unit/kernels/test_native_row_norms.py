@@ -8,10 +8,10 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import LIBRARY_FOLDER, ThreadPool, load_library
-from loraplex.kernels.native.linear import NativeLinear, squared_row_norms
+from loraplex.kernels.native.linear import NativeLinear
 from loraplex.kernels.quantization import quantize
 from loraplex.kernels.reference import ReferenceKernels
-from support.stored_weights import FORMS, stored_weight
+from support.stored_weights import FORMS, SUPER_BLOCK_FORMS, stored_weight, super_block_weight
 
 pytestmark = pytest.mark.skipif(
     not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
@@ -42,7 +42,7 @@ def test_of_floats(linear, dtype, size):
     weight = weight_of(*size, dtype)
     packed = linear.pack(weight, None)
     before = packed.panels.clone()
-    torch.testing.assert_close(squared_row_norms(packed), squares(weight), rtol=5e-6, atol=0)
+    torch.testing.assert_close(linear.squared_row_norms(packed), squares(weight), rtol=5e-6, atol=0)
     assert torch.equal(packed.panels, before)
     apart = ReferenceKernels(torch.device("cpu"))
     packed = apart.pack_linear(weight, None)
@@ -57,7 +57,7 @@ def test_of_floats(linear, dtype, size):
 )
 def test_of_quantised_weights(linear, precision, size):
     quantized = quantize(weight_of(*size), precision)
-    found = squared_row_norms(linear.pack(quantized, None))
+    found = linear.squared_row_norms(linear.pack(quantized, None))
     torch.testing.assert_close(found, squares(quantized.dequantized()), rtol=5e-6, atol=0)
 
 
@@ -65,20 +65,43 @@ def test_of_quantised_weights(linear, precision, size):
 @pytest.mark.parametrize("num_blocks", [0, 2])
 def test_of_stored_weights(linear, form, num_blocks):
     stored = stored_weight(form, 32, 192, 37, torch.Generator().manual_seed(1))
-    found = squared_row_norms(linear.pack(stored, None, num_blocks=num_blocks))
+    found = linear.squared_row_norms(linear.pack(stored, None, num_blocks=num_blocks))
     torch.testing.assert_close(found, squares(stored.dequantized()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("form", SUPER_BLOCK_FORMS)
+@pytest.mark.parametrize("num_blocks", [0, 2])
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_of_super_blocks(linear, form, num_blocks, group_size):
+    stored = super_block_weight(form, group_size, 1024, 37, torch.Generator().manual_seed(3))
+    packed = linear.pack(stored, None, num_blocks=num_blocks)
+    expected = squares(stored.dequantized())
+    torch.testing.assert_close(linear.squared_row_norms(packed), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("form", [*FORMS, *SUPER_BLOCK_FORMS])
+def test_rows_are_what_was_packed(linear, form):
+    """In any order, and one of them twice; rounded once, to the wanted type."""
+    generator = torch.Generator().manual_seed(4)
+    make = super_block_weight if form in SUPER_BLOCK_FORMS else stored_weight
+    stored = make(form, 32, 512, 37, generator)
+    rows = torch.tensor([36, 0, 17, 17, 5])
+    packed = linear.pack(stored, None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = linear.rows(packed, rows, dtype)
+        assert torch.equal(found, stored.dequantized()[rows].to(dtype))
 
 
 def test_a_short_last_group_with_offsets(linear):
     stored = stored_weight("int8 offsets", 64, 131, 20, torch.Generator().manual_seed(2))
-    found = squared_row_norms(linear.pack(stored, None))
+    found = linear.squared_row_norms(linear.pack(stored, None))
     torch.testing.assert_close(found, squares(stored.dequantized()), rtol=1e-5, atol=0)
 
 
 def test_in_many_pieces(linear, monkeypatch):
-    monkeypatch.setattr("loraplex.kernels.native.linear._VALUES_AT_ONCE", 1)
+    monkeypatch.setattr("loraplex.kernels.native.linear._ROWS_AT_ONCE", 7)
     weight = weight_of(130, 33)
-    found = squared_row_norms(linear.pack(weight, None))
+    found = linear.squared_row_norms(linear.pack(weight, None))
     torch.testing.assert_close(found, squares(weight), rtol=5e-6, atol=0)
 
 

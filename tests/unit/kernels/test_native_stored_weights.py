@@ -16,10 +16,16 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import LIBRARY_FOLDER, load_library
 from loraplex.kernels.native.linear import NativeLinear, NativeWeight
-from loraplex.kernels.quantization import QuantizedWeight, largest_entry, quantized_linear
+from loraplex.kernels.quantization import (
+    SUPER_BLOCK_GROUPS,
+    QuantizedWeight,
+    largest_entry,
+    quantized_linear,
+    super_block_linear,
+)
 from loraplex.kernels.routing import sort_routes
 from support.naming import naming
-from support.stored_weights import FORMS, stored_weight
+from support.stored_weights import FORMS, SUPER_BLOCK_FORMS, stored_weight, super_block_weight
 from unit.kernels.test_native_quantized_linear import dot_products, instruction_sets, make_kernel
 
 pytestmark = pytest.mark.skipif(
@@ -59,6 +65,38 @@ def test_the_bits_of_the_reference(
         expected = quantized_linear(x, weight, bias)
         for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 40):
             assert torch.equal(kernel.apply(x[:num_rows], packed), expected[:num_rows])
+
+
+@pytest.mark.parametrize("group_size", SUPER_BLOCK_GROUPS)
+@pytest.mark.parametrize("form", SUPER_BLOCK_FORMS)
+def test_the_bits_of_super_blocks(
+    kernel: NativeLinear, form: str, group_size: int, generator: torch.Generator
+) -> None:
+    """One super-block and several, a piece of inputs left over, and the largest sums."""
+    for in_features, out_features in [(256, 5), (768, 130), (1024, 17)]:
+        weight = super_block_weight(form, group_size, in_features, out_features, generator)
+        weight.values[0], weight.levels.factors[0] = weight.values.max(), -128
+        bias = torch.randn(out_features, generator=generator)
+        packed = kernel.pack(weight, bias)
+        x = torch.randn(40, in_features, generator=generator)
+        x[0], x[1], x[2] = 1.0, -1.0, 0.0
+        expected = super_block_linear(x, weight, bias)
+        for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 40):
+            assert torch.equal(kernel.apply(x[:num_rows], packed), expected[:num_rows])
+
+
+def test_inputs_that_are_no_numbers_stay_in_their_row(
+    kernel: NativeLinear, generator: torch.Generator
+) -> None:
+    weight = super_block_weight("super6 minima", 16, 512, 20, generator)
+    packed = kernel.pack(weight, None)
+    x = torch.randn(6, 512, generator=generator)
+    expected = kernel.apply(x, packed)
+    x[2] *= 20.0
+    x[4, 300] = torch.inf
+    y = kernel.apply(x, packed)
+    assert torch.equal(y[[0, 1, 3, 5]], expected[[0, 1, 3, 5]])
+    assert y[4].isnan().all()
 
 
 def by_blocks(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,11 +13,15 @@ from loraplex.core.errors import ConfigError
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.background_store import BackgroundStore
 from loraplex.execution.weights.checkpoint import Checkpoint
-from loraplex.execution.weights.quantized.packable import packable, stacked_experts
+from loraplex.execution.weights.quantized.packable import (
+    in_super_blocks,
+    packable,
+    stacked_experts,
+)
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.ops import Kernels, LinearParts, PackedLinear
-from loraplex.kernels.quantization import QuantizedWeight, quantization_error
+from loraplex.kernels.quantization import StoredNumbers, SuperBlockWeight, quantization_error
 from loraplex.models.parameters import (
     DecoderParameters,
     LinearPlace,
@@ -42,7 +46,7 @@ class WeightFormat:
 
         What chooses experts is small, and not quantised.
         """
-        if place.is_choice:
+        if place.is_choice or place.is_embedding:
             return WeightPrecision.NATIVE
         if place.is_lm_head and self.precision is not WeightPrecision.NATIVE:
             return WeightPrecision.INT8
@@ -134,6 +138,8 @@ class _CheckpointSource:
     ) -> torch.Tensor:
         if num_rows is None:
             return self._joined([name], shape)
+        if num_rows == 0:
+            return torch.empty((0, *shape[1:]), dtype=self._form.dtype, device=self._form.device)
         return self._joined([name], (num_rows, *shape[1:]), lambda _, tensor: tensor[:num_rows])
 
     def linear(self, place: LinearPlace) -> PackedLinear:
@@ -144,6 +150,8 @@ class _CheckpointSource:
         if place.has_bias:
             bias = self._read(place, "bias", (num_outputs,)).view(*experts, num_outputs)
         quantized = self._quantized(place)
+        if quantized is None and place.is_embedding:
+            return None
         if quantized is not None:
             quantized = quantized.to(self._form.device)
             return self._kernels.pack_linear(quantized, bias, precision, place.num_blocks)
@@ -159,7 +167,7 @@ class _CheckpointSource:
             self.errors.note(place.name, quantization_error(weight.flatten(0, -2), precision))
         return packed
 
-    def _quantized(self, place: LinearPlace) -> QuantizedWeight | None:
+    def _quantized(self, place: LinearPlace) -> StoredNumbers | None:
         """Read a layer that is stored quantised; None: its numbers are to be read instead.
 
         What chooses experts is decoded: a product in whole numbers rounds its inputs.
@@ -173,13 +181,20 @@ class _CheckpointSource:
             return None
         found = None
         if len(weights) == len(stored) and not (place.is_choice or place.has_unit_rows):
-            found = _joined_weight(place, weights, self._form)
-        if found is not None and not self._kernels.takes_quantized(found, place.num_blocks):
-            found = None
+            forms = _joined_weights(place, weights, self._form)
+            found = next((form for form in forms if self._takes(form, place)), None)
+        if place.is_embedding and found is None:
+            return None
         self.widened.note(place.name, is_widened=found is None)
         if found is not None:
             self._progress(len(stored))
         return found
+
+    def _takes(self, weight: StoredNumbers, place: LinearPlace) -> bool:
+        """Of an embedding only super-blocks are kept: others have no two levels to save."""
+        if place.is_embedding and not isinstance(weight, SuperBlockWeight):
+            return False
+        return self._kernels.takes_quantized(weight, place.num_blocks)
 
     def _read(self, place: LinearPlace, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read the weights, or the biases, of all parts: those of experts one after another.
@@ -216,29 +231,39 @@ class _CheckpointSource:
         return joined
 
 
-def _joined_weight(
+def _joined_weights(
     place: LinearPlace, weights: Sequence[StoredWeight], form: WeightFormat
-) -> QuantizedWeight | None:
-    """Join the layer's own part of weights [out, in], expert after expert; None: no kernel has it.
+) -> Iterator[StoredNumbers]:
+    """Join the layer's own part of weights [out, in], expert after expert, in each form it has.
 
-    The result is [out, in], or [E, out, in]. In float32 it has the very numbers that are stored.
+    The results are [out, in], or [E, out, in]. First comes the form that kernels read least for. In
+    float32 the numbers are the very ones that are stored, and meet inputs of 16 bits: not those of
+    8 that super-blocks have.
     """
     is_exact = form.dtype is torch.float32
-    num_parts, inputs = len(place.parts), place.inputs
+    num_parts, inputs, num_blocks = len(place.parts), place.inputs, max(1, place.num_blocks)
     own = [
         weight.inputs(inputs.first, inputs.end).rows(
             functools.partial(place.own_rows, index % num_parts)
         )
         for index, weight in enumerate(weights)
     ]
-    experts = [
-        packable(own[first : first + num_parts], max(1, place.num_blocks), is_exact=is_exact)
-        for first in range(0, len(own), num_parts)
+    joins: list[Callable[[Sequence[StoredWeight], int], StoredNumbers | None]] = [
+        functools.partial(packable, is_exact=is_exact)
     ]
-    found = [expert for expert in experts if expert is not None]
-    if len(found) < len(experts) or len({expert.table for expert in found}) > 1:
-        return None
-    return found[0] if place.num_experts is None else stacked_experts(found)
+    if not is_exact:
+        joins.insert(0, in_super_blocks)
+    for join in joins:
+        experts = [
+            join(own[first : first + num_parts], num_blocks)
+            for first in range(0, len(own), num_parts)
+        ]
+        found = [expert for expert in experts if expert is not None]
+        if len(found) < len(experts):
+            continue
+        joined = found[0] if place.num_experts is None else stacked_experts(found)
+        if joined is not None:
+            yield joined
 
 
 class _EntrySource:
@@ -258,7 +283,8 @@ class _EntrySource:
 
     def linear(self, place: LinearPlace) -> PackedLinear:
         del place
-        return self._kernels.join_linear(next(self._entries))
+        parts = next(self._entries)
+        return self._kernels.join_linear(parts) if parts.tensors else None
 
 
 class _NotingSource:
@@ -278,7 +304,8 @@ class _NotingSource:
 
     def linear(self, place: LinearPlace) -> PackedLinear:
         packed = self._source.linear(place)
-        self.entries.append(self._kernels.linear_parts(packed))
+        parts = LinearParts((), ()) if packed is None else self._kernels.linear_parts(packed)
+        self.entries.append(parts)
         return packed
 
 

@@ -50,6 +50,8 @@ class _WeightSizes:
         return tensor
 
     def linear(self, place: LinearPlace) -> PackedLinear:
+        if place.is_embedding:
+            return None  # at most its tensor: not every backend keeps the packed form
         precision = self._form.precision_of(place)
         num_outputs, num_inputs = place.shape
         num_outputs *= place.num_experts or 1

@@ -13,7 +13,7 @@ from loraplex.kernels.cuda.linear_packing import CudaWeight, pack_weight
 from loraplex.kernels.cuda.linear_products import ScaledLinear, check_fp8, fixed_linear, fp8_product
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import LinearParts, PackedLinear
-from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight
+from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight, StoredNumbers
 
 PACKED_LAYOUT = "cuda-4"
 """Layout of CudaWeight's tensors; the name changes whenever they do."""
@@ -43,7 +43,7 @@ class CudaLinear:
 
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: torch.Tensor | StoredNumbers,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
@@ -62,9 +62,14 @@ class CudaLinear:
         return dataclasses.replace(pack_weight(weight, bias, precision), is_row=num_blocks > 0)
 
     @staticmethod
-    def takes(weight: QuantizedWeight, num_blocks: int) -> bool:
-        """All but fp8: a rank packs its own inputs, so the blocks of ranks do not matter."""
+    def takes(weight: StoredNumbers, num_blocks: int) -> bool:
+        """All but fp8 and super-blocks: these are taken as groups with scales of one level.
+
+        A rank packs its own inputs, so the blocks of ranks do not matter.
+        """
         del num_blocks
+        if not isinstance(weight, QuantizedWeight):
+            return False
         is_narrow = weight.precision in (WeightPrecision.INT8, WeightPrecision.INT4)
         return is_narrow and weight.group_size in GROUP_SIZES
 

@@ -14,7 +14,13 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.ops import PackedLinear
-from loraplex.kernels.quantization import FP8_DTYPE, QuantizedWeight, group_size_of, quantize
+from loraplex.kernels.quantization import (
+    FP8_DTYPE,
+    QuantizedWeight,
+    StoredNumbers,
+    group_size_of,
+    quantize,
+)
 
 BLOCK = 128
 """Inputs of int8 and int4 that are summed in one step, at most."""
@@ -60,7 +66,7 @@ class CudaWeight:
 
 
 def pack_weight(
-    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None, precision: WeightPrecision
+    weight: torch.Tensor | StoredNumbers, bias: torch.Tensor | None, precision: WeightPrecision
 ) -> CudaWeight:
     """weight [out, in], bias [out], or [E, out, in] and [E, out], of experts.
 
@@ -71,6 +77,7 @@ def pack_weight(
     """
     if isinstance(weight, QuantizedWeight):
         return _pack_quantized(weight, bias)
+    assert isinstance(weight, torch.Tensor), "groups have scales of one level"
     in_features = weight.shape[-1]
     group_size = group_size_of(precision, in_features)
     if precision is WeightPrecision.NATIVE:

@@ -15,7 +15,6 @@ from loraplex.kernels.native.linear import (
     NativeLinear,
     join_linear,
     linear_parts,
-    squared_row_norms,
 )
 from loraplex.kernels.native.lora import NativeLora
 from loraplex.kernels.native.program import Recorder, StepProgram
@@ -49,9 +48,9 @@ class NativeKernels(ReferenceKernels):
     def _bind_unrecorded(self, library: NativeLibrary) -> None:
         """Bind what is not in a decoder's step."""
         # A thread and a pool of its own.
-        self.linear_apart = NativeLinear(library, ThreadPool(library, 1)).apply_apart
+        apart = NativeLinear(library, ThreadPool(library, 1))
+        self.linear_apart, self.squared_row_norms = apart.apply_apart, apart.squared_row_norms
         self.linear_parts, self.join_linear = linear_parts, join_linear
-        self.squared_row_norms = squared_row_norms
         sampling = NativeSampling(library, self._pool)
         self.argmax = sampling.argmax
         self.draw_tokens = sampling.draw_tokens
@@ -66,6 +65,7 @@ class NativeKernels(ReferenceKernels):
         linear = NativeLinear(watched, self._pool, channel)
         self.pack_linear, self.takes_quantized = linear.pack, linear.takes
         self.linear, self.grouped_linear = linear.apply, linear.apply_grouped
+        self.weight_rows = linear.rows
         self.gather_columns = linear.gather_columns
         elementwise = NativeElementwise(watched, self._pool)
         self.take_rows = elementwise.take_rows

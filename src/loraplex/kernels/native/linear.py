@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -21,14 +22,18 @@ from loraplex.kernels.native.library import (
 from loraplex.kernels.ops import LinearParts, PackedLinear
 from loraplex.kernels.quantization import (
     GROUP_SIZES,
+    SUPER_BLOCK,
+    SUPER_BLOCK_GROUPS,
     QuantizedWeight,
+    StoredNumbers,
+    SuperBlockWeight,
     group_size_of,
     largest_entry,
     quantize,
 )
 from loraplex.kernels.routing import Routes
 
-PACKED_LAYOUT = "panels-3"
+PACKED_LAYOUT = "panels-4"
 """Layout of the bytes of NativeWeight.panels; another name whenever they change. Little endian, the
 same for every instruction set."""
 
@@ -49,6 +54,9 @@ class WeightKind(enum.IntEnum):
     TABLE4 = 7
     INT8_BY_INT8 = 8
     INT4_BY_INT8 = 9
+    SUPER4 = 10
+    SUPER6 = 11
+    SUPER6_OFFSETS = 12
 
 
 _KINDS = {
@@ -56,6 +64,8 @@ _KINDS = {
     torch.bfloat16: WeightKind.BFLOAT16,
     torch.float16: WeightKind.FLOAT16,
 }
+_NARROW_BITS = 4
+_ROWS_AT_ONCE = 256
 _FLOATS = {kind: dtype for dtype, kind in _KINDS.items()}
 
 
@@ -89,8 +99,10 @@ class _Matrix(NamedTuple):
     """One matrix to be packed: values [out, in], and what belongs to its groups."""
 
     values: torch.Tensor
-    scales: torch.Tensor | None = None  # [out, groups] float32
+    scales: torch.Tensor | None = None  # [out, groups] float32, or [out, super-blocks]
     offsets: torch.Tensor | None = None  # likewise
+    factors: torch.Tensor | None = None  # [out, groups] int8, of super-blocks
+    minima: torch.Tensor | None = None  # likewise
 
 
 class NativeLinear:
@@ -109,7 +121,8 @@ class NativeLinear:
         self._pack = library.function(
             "loraplex_pack_weight",
             *(Pointer, Int, Size, Size),
-            *(Pointer, Size, Pointer, Size, Pointer, Pointer),
+            *(Pointer, Size, Pointer, Size, Pointer),
+            *(Pointer, Pointer, Size, Pointer),
             *(Size, Size, Pointer),
         )
         self._gather_columns = library.function(
@@ -133,6 +146,13 @@ class NativeLinear:
             *(Pointer, Value, Size),
         )
 
+        self._weight_rows = library.function(
+            "loraplex_weight_rows",
+            *(Pointer, Int, Size, Size),
+            *(Pointer, Size, Size),
+            *(Value, Size, Int, Value, Size),
+        )
+
     def packed_bytes(
         self,
         kind: WeightKind,
@@ -146,7 +166,7 @@ class NativeLinear:
 
     def pack(
         self,
-        weight: torch.Tensor | QuantizedWeight,
+        weight: torch.Tensor | StoredNumbers,
         bias: torch.Tensor | None,
         precision: WeightPrecision = WeightPrecision.NATIVE,
         num_blocks: int = 0,
@@ -158,7 +178,7 @@ class NativeLinear:
         Raises ConfigError if the weight cannot be quantised to the precision, or cut into blocks,
         or if the kernels cannot multiply a quantised one.
         """
-        if isinstance(weight, QuantizedWeight):
+        if not isinstance(weight, torch.Tensor):
             return self._pack_quantized(weight, bias, num_blocks)
         if precision is WeightPrecision.FP8:
             raise ConfigError("fp8 needs a GPU; on a CPU int8 takes as little memory")
@@ -176,11 +196,11 @@ class NativeLinear:
         rows = (_quantized_by_block(matrix, precision, block_inputs) for matrix in matrices)
         return self._pack_all(form, rows, bias, num_experts)
 
-    def takes(self, weight: QuantizedWeight, num_blocks: int = 0) -> bool:
+    def takes(self, weight: StoredNumbers, num_blocks: int = 0) -> bool:
         """Whether the kernels multiply the weight as it is, with its inputs in so many blocks."""
         return self._form_of(weight, num_blocks) is not None
 
-    def _form_of(self, weight: QuantizedWeight, num_blocks: int) -> _PackedForm | None:
+    def _form_of(self, weight: StoredNumbers, num_blocks: int) -> _PackedForm | None:
         """Return the form of a packed weight that keeps the numbers; None if there is none."""
         kind = _kind_of(weight)
         out_features, in_features = weight.values.shape[-2:]
@@ -191,13 +211,15 @@ class NativeLinear:
         return form if self.packed_bytes(*form) else None
 
     def _pack_quantized(
-        self, weight: QuantizedWeight, bias: torch.Tensor | None, num_blocks: int
+        self, weight: StoredNumbers, bias: torch.Tensor | None, num_blocks: int
     ) -> NativeWeight:
         _check_blocks(num_blocks, weight.values.shape[-1])
         form = self._form_of(weight, num_blocks)
         if form is None:
             raise ConfigError(_why_not(weight, num_blocks))
-        table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.int16)
+        table = None
+        if isinstance(weight, QuantizedWeight) and weight.table is not None:
+            table = torch.tensor(weight.table, dtype=torch.int16)
         num_experts = weight.values.shape[:-2].numel()
         return self._pack_all(form, _matrices_of(weight), bias, num_experts, table)
 
@@ -211,13 +233,16 @@ class NativeLinear:
     ) -> NativeWeight:
         """matrices: of each expert, one after another. table: [16] int16."""
         panels = torch.empty(num_experts, self.packed_bytes(*form), dtype=torch.uint8)
-        for (values, scales, offsets), place in zip(matrices, panels, strict=True):
+        for (values, scales, offsets, *levels), place in zip(matrices, panels, strict=True):
             rows = values if values.stride(1) == 1 else values.contiguous()
+            factors_stride = 0 if levels[0] is None else levels[0].stride(0)
             self._pack(
                 *(self._pool.address, form.kind, form.group_size, max(1, form.num_blocks)),
                 *(rows.data_ptr(), rows.stride(0)),
                 *((None, 0) if scales is None else (scales.data_ptr(), scales.stride(0))),
-                *(None if tensor is None else tensor.data_ptr() for tensor in (offsets, table)),
+                None if offsets is None else offsets.data_ptr(),
+                *(None if tensor is None else tensor.data_ptr() for tensor in levels),
+                *(factors_stride, None if table is None else table.data_ptr()),
                 *(form.out_features, form.in_features, place.data_ptr()),
             )
         wide_bias = None if bias is None else bias.float().contiguous()
@@ -255,6 +280,40 @@ class NativeLinear:
     ) -> torch.Tensor:
         """Do the same without the bias."""
         return self.apply(x, dataclasses.replace(_own(packed), bias=None))
+
+    def rows(
+        self, packed: PackedLinear, indices: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return rows of a weight without experts as numbers: indices [n] int64 -> [n, in]."""
+        weight = _own(packed)
+        y = self._output((len(indices), weight.in_features), dtype)
+        self._weight_rows(
+            *(self._pool.address, *_form_words(weight)),
+            *(weight.panels.data_ptr(), weight.out_features, weight.in_features),
+            *(indices.data_ptr(), len(indices), DTYPES[dtype], y.data_ptr(), y.stride(0)),
+        )
+        return y
+
+    def squared_row_norms(self, packed: PackedLinear) -> torch.Tensor:
+        """[out_features] float64: of each row, the sum of its squares.
+
+        Blocks are added like their products: (b0 + b1) + (b2 + b3).
+        """
+        weight = _own(packed)
+        num_blocks = max(1, weight.num_blocks)
+        norms = torch.cat(
+            [
+                self.rows(weight, rows, torch.float32)
+                .double()
+                .view(len(rows), num_blocks, -1)
+                .square()
+                .sum(2)
+                for rows in torch.split(torch.arange(weight.out_features), _ROWS_AT_ONCE)
+            ]
+        )
+        while norms.shape[1] > 1:
+            norms = norms[:, ::2] + norms[:, 1::2]
+        return norms.squeeze(1)
 
     def gather_columns(self, x: torch.Tensor, total: int) -> torch.Tensor:
         """x [T, n] of each rank -> [T, total]. The rows of x may be apart."""
@@ -327,8 +386,12 @@ def _check_blocks(num_blocks: int, in_features: int) -> None:
         )
 
 
-def _kind_of(weight: QuantizedWeight) -> WeightKind | None:
+def _kind_of(weight: StoredNumbers) -> WeightKind | None:
     """Return the kind with the weight's numbers and what belongs to them; None if there is none."""
+    if isinstance(weight, SuperBlockWeight):
+        if weight.bits == _NARROW_BITS:
+            return WeightKind.SUPER4 if weight.levels.minima is not None else None
+        return WeightKind.SUPER6 if weight.levels.minima is None else WeightKind.SUPER6_OFFSETS
     if weight.table is None:
         end = "" if weight.offsets is None else "_OFFSETS"
         return WeightKind.__members__.get(f"{weight.precision.name}{end}")
@@ -338,18 +401,35 @@ def _kind_of(weight: QuantizedWeight) -> WeightKind | None:
     return WeightKind.TABLE4 if is_table else None
 
 
-def _matrices_of(weight: QuantizedWeight) -> Iterable[_Matrix]:
+def _matrices_of(weight: StoredNumbers) -> Iterable[_Matrix]:
     """Return each expert's matrix, or the only one."""
-    values, scales, offsets = (
-        None if tensor is None else tensor.contiguous().view(-1, *tensor.shape[-2:])
-        for tensor in (weight.values, weight.scales, weight.offsets)
+    if isinstance(weight, QuantizedWeight):
+        tensors = [weight.values, weight.scales, weight.offsets, None, None]
+    else:
+        levels = weight.levels
+        of_groups = [levels.factors, levels.minima]
+        tensors = [weight.values, levels.scales, levels.minimum_scales, *of_groups]
+    num_experts = weight.values.shape[:-2].numel()
+    return map(
+        _Matrix,
+        *(
+            itertools.repeat(None, num_experts)
+            if tensor is None
+            else tensor.contiguous().view(-1, *tensor.shape[-2:])
+            for tensor in tensors
+        ),
     )
-    assert values is not None
-    assert scales is not None
-    return map(_Matrix, values, scales, [None] * len(values) if offsets is None else offsets)
 
 
-def _why_not(weight: QuantizedWeight, num_blocks: int) -> str:
+def _why_not(weight: StoredNumbers, num_blocks: int) -> str:
+    if isinstance(weight, SuperBlockWeight):
+        return (
+            f"no kernel of a CPU multiplies a weight of {weight.bits} bits in super-blocks, "
+            f"{weight.values.shape[-1]} inputs in {max(1, num_blocks)} blocks and groups of "
+            f"{weight.group_size}: they multiply 4 bits with minima and 6 bits, in groups of "
+            f"{' or '.join(map(str, SUPER_BLOCK_GROUPS))}, whose super-blocks of {SUPER_BLOCK} "
+            "divide the inputs of each block; widen the weight to float16 instead"
+        )
     what = weight.precision.value
     if weight.table is not None:
         what += " numbers of a table"
@@ -374,114 +454,3 @@ def _quantized_by_block(
     blocks = [quantize(block, precision) for block in torch.split(matrix, block_inputs, 1)]
     values = torch.cat([block.values for block in blocks], dim=1)
     return _Matrix(values, torch.cat([block.scales for block in blocks], dim=1))
-
-
-_WIDTH = 16
-_INTERLEAVED = {
-    WeightKind.BFLOAT16: 2,
-    WeightKind.INT8: 2,
-    WeightKind.INT8_OFFSETS: 2,
-    WeightKind.INT8_BY_INT8: 2,
-    WeightKind.INT4: 8,
-    WeightKind.INT4_OFFSETS: 8,
-    WeightKind.INT4_BY_INT8: 8,
-    WeightKind.TABLE4: 4,
-}
-_BYTES = (WeightKind.INT8, WeightKind.INT8_OFFSETS, WeightKind.INT8_BY_INT8)
-_WITH_OFFSETS = (WeightKind.INT8_OFFSETS, WeightKind.INT4_OFFSETS)
-_NIBBLES = (12, 8, 4, 0)
-_TABLE_BYTES = 32
-_VALUES_AT_ONCE = 1 << 18  # in float32 they fit into a cache
-
-
-def squared_row_norms(packed: PackedLinear) -> torch.Tensor:
-    """[out_features] float64: of each row, the sum of its squares. Safe from any thread.
-
-    Blocks are added like their products: (b0 + b1) + (b2 + b3).
-    """
-    assert isinstance(packed, NativeWeight)
-    num_blocks = max(1, packed.num_blocks)
-    num_panels = -(-packed.out_features // _WIDTH)
-    # Panels are padded to a multiple; what is beyond num_panels holds nothing.
-    panels = packed.panels.view(-(-num_panels // 8) * 8, num_blocks, -1)[:num_panels]
-    block = dataclasses.replace(packed, in_features=packed.in_features // num_blocks)
-    norms = [_block_norms(block, panels[:, number]) for number in range(num_blocks)]
-    while len(norms) > 1:
-        norms = [left + right for left, right in zip(norms[::2], norms[1::2], strict=True)]
-    return norms[0][: packed.out_features]
-
-
-def _block_norms(block: NativeWeight, panels: torch.Tensor) -> torch.Tensor:
-    """[16 * panels] float64. panels: [panels, bytes of a block]."""
-    at_once = max(1, _VALUES_AT_ONCE // (block.in_features * _WIDTH))
-    firsts = range(0, len(panels), at_once)
-    return torch.cat([_sums(block, panels[first : first + at_once]) for first in firsts]).flatten()
-
-
-def _sums(weight: NativeWeight, panels: torch.Tensor) -> torch.Tensor:
-    """[panels, 16] float64, to float32's precision."""
-    depth = _INTERLEAVED.get(weight.kind, 1)
-    num_steps = -(-weight.in_features // depth)
-    if weight.kind in _FLOATS:
-        squares = panels.view(_FLOATS[weight.kind]).float().square()
-        return _of_outputs(squares.view(len(panels), num_steps, -1).sum(1))
-    value_bytes = num_steps * _WIDTH * depth // (1 if weight.kind in _BYTES else 2)
-    values, rest = panels[:, :value_bytes].contiguous(), panels[:, value_bytes:].contiguous()
-    per_group = weight.group_size // depth
-    powers = [
-        _of_outputs(_in_groups(sums, num_steps, per_group))
-        for exponent in ((2, 1) if weight.kind in _WITH_OFFSETS else (2,))
-        for sums in [_powers(weight.kind, values, rest[0, -_TABLE_BYTES:], exponent)]
-    ]
-    if weight.kind is WeightKind.TABLE4:
-        rest = rest[:, :-_TABLE_BYTES].contiguous()
-    terms = rest.view(torch.float32).view(len(panels), -1, _WIDTH).double()
-    if weight.kind not in _WITH_OFFSETS:
-        return (powers[0] * terms.square()).sum(1)
-    # (q s - o)^2 = q^2 s^2 - 2 q s o + o^2
-    scales, offsets = terms.chunk(2, 1)
-    firsts = torch.arange(scales.shape[1]) * weight.group_size
-    sizes = (weight.in_features - firsts).clamp(max=weight.group_size).view(-1, 1)
-    squares, numbers = powers
-    norms = squares * scales.square() - 2 * numbers * scales * offsets + sizes * offsets.square()
-    return norms.sum(1)
-
-
-def _powers(
-    kind: WeightKind, values: torch.Tensor, table: torch.Tensor, exponent: int
-) -> torch.Tensor:
-    """Return the numbers to a power, or the sums of an output's neighbours: [panels, n] float32.
-
-    values: the panels' bytes [panels, bytes]. table: the low bytes of its entries and then their
-    high ones, as int16s are cut.
-    """
-    if kind is WeightKind.TABLE4:
-        low, high = table.view(2, -1).short()
-        entries = (low | high << 8).float() ** exponent
-        # Bits 4 to 7 of a byte are the number of another input of the same output.
-        bytes_of_outputs = values.view(len(values), -1, 2, 2, 8).transpose(2, 3)
-        both: torch.Tensor = entries + entries.unsqueeze(1)
-        return both.flatten()[bytes_of_outputs.int()].flatten(1)
-    if kind in _BYTES:
-        numbers: torch.Tensor = values.view(torch.int8).float() ** exponent
-        return numbers
-    # Words of four nibbles; their squares are at most 4 * 8 * 8.
-    words = values.view(torch.int16)
-    sums = torch.zeros_like(words)
-    for shift in _NIBBLES:
-        sums += ((words << shift) >> 12) ** exponent
-    return sums.float()
-
-
-def _in_groups(numbers: torch.Tensor, num_steps: int, per_group: int) -> torch.Tensor:
-    """[panels, steps * columns] -> the sums of a group's steps [panels, groups, columns]"""
-    steps = numbers.view(len(numbers), num_steps, -1)
-    missing = -num_steps % per_group
-    if missing:
-        steps = torch.nn.functional.pad(steps, (0, 0, 0, missing))
-    return steps.view(len(steps), -1, per_group, steps.shape[-1]).sum(2)
-
-
-def _of_outputs(sums: torch.Tensor) -> torch.Tensor:
-    """[..., 16 * neighbours] -> [..., 16] float64"""
-    return sums.double().view(*sums.shape[:-1], _WIDTH, -1).sum(-1)

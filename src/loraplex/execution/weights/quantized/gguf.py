@@ -22,6 +22,7 @@ from loraplex.core.gguf import BlockType, read_gguf
 from loraplex.core.gguf_names import family_of, hugging_face_name
 from loraplex.execution.weights.quantized.four_bit_floats import e2m1
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.kernels.quantization import ScaleLevels
 from loraplex.models.spec import ModelSpec
 
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -70,10 +71,41 @@ def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _stored(
-    codes: torch.Tensor, scales: torch.Tensor, size: int, bits: int, **parts: torch.Tensor | None
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    size: int,
+    bits: int,
+    *,
+    zeros: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> StoredWeight:
     """codes: [..., blocks, values]. Scales, and other parts, may have sub-blocks last."""
-    return StoredWeight(codes=codes.flatten(-2), scales=scales, group_size=size, bits=bits, **parts)
+    return StoredWeight(
+        codes=codes.flatten(-2),
+        scales=scales,
+        group_size=size,
+        bits=bits,
+        zeros=zeros,
+        offsets=offsets,
+        table=table,
+    )
+
+
+def _super_blocks(
+    codes: torch.Tensor, levels: ScaleLevels, size: int, bits: int, zero: int = 0
+) -> StoredWeight:
+    """codes: [..., blocks, 256]."""
+    scales = levels.group_scales()
+    return StoredWeight(
+        codes=codes.flatten(-2),
+        scales=scales,
+        group_size=size,
+        bits=bits,
+        zeros=_constant(scales, zero) if zero else None,
+        offsets=levels.group_offsets(),
+        levels=levels,
+    )
 
 
 def _constant(scales: torch.Tensor, zero: int) -> torch.Tensor:
@@ -121,10 +153,11 @@ def _low_two_bits(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q2_k(blocks: torch.Tensor) -> StoredWeight:
-    factors = blocks[..., :16]
-    scales = (_halves(blocks, 80).unsqueeze(-1) * (factors & 15).float()).flatten(-2)
-    offsets = (_halves(blocks, 82).unsqueeze(-1) * (factors >> 4).float()).flatten(-2)
-    return _stored(_low_two_bits(blocks[..., 16:80]), scales, 16, 2, offsets=offsets)
+    both = blocks[..., :16]
+    levels = ScaleLevels(
+        _numbers(both & 15), _halves(blocks, 80), _numbers(both >> 4), _halves(blocks, 82)
+    )
+    return _super_blocks(_low_two_bits(blocks[..., 16:80]), levels, 16, 2)
 
 
 def _q3_k(blocks: torch.Tensor) -> StoredWeight:
@@ -133,13 +166,17 @@ def _q3_k(blocks: torch.Tensor) -> StoredWeight:
     codes = _low_two_bits(blocks[..., 32:96]) | third << 2
     low = _spread_bits(blocks[..., 96:104], 4).flatten(-2)
     high = _spread_bits(blocks[..., 104:108], 2).flatten(-2)
-    factors = (low | high << 4).float() - 32
-    scales = (_halves(blocks, 108).unsqueeze(-1) * factors).flatten(-2)
-    return _stored(codes, scales, 16, 3, zeros=_constant(scales, 4))
+    factors = _numbers(low | high << 4) - 32
+    return _super_blocks(codes, ScaleLevels(factors, _halves(blocks, 108)), 16, 3, zero=4)
 
 
-def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return d sc and m mn of the sub-blocks of Q4_K and Q5_K: [..., blocks * 8].
+def _numbers(fields: torch.Tensor) -> torch.Tensor:
+    """[..., blocks, n] uint8 -> [..., blocks * n] int8."""
+    return fields.to(torch.int8).flatten(-2)
+
+
+def _scales_and_minima(blocks: torch.Tensor) -> ScaleLevels:
+    """Return sc, d, mn and m of Q4_K and Q5_K.
 
     Twelve bytes hold eight pairs of 6 bits: the first four pairs in the low bits of bytes 0 to 3
     and 4 to 7, of the others the low halves in bytes 8 to 11 and the upper two bits above them.
@@ -148,8 +185,7 @@ def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     low, high, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), dim=-1)
     minima = torch.cat((high & 63, (rest >> 4) | (high >> 6 << 4)), dim=-1)
-    d, m = _halves(blocks, 0).unsqueeze(-1), _halves(blocks, 2).unsqueeze(-1)
-    return (d * scales.float()).flatten(-2), (m * minima.float()).flatten(-2)
+    return ScaleLevels(_numbers(scales), _halves(blocks, 0), _numbers(minima), _halves(blocks, 2))
 
 
 def _k_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -158,23 +194,21 @@ def _k_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _q4_k(blocks: torch.Tensor) -> StoredWeight:
-    scales, offsets = _scales_and_minima(blocks)
-    return _stored(_k_codes(blocks[..., 16:]).flatten(-2), scales, 32, 4, offsets=offsets)
+    codes = _k_codes(blocks[..., 16:]).flatten(-2)
+    return _super_blocks(codes, _scales_and_minima(blocks), 32, 4)
 
 
 def _q5_k(blocks: torch.Tensor) -> StoredWeight:
-    scales, offsets = _scales_and_minima(blocks)
     # Bit j of byte k adds 16 to value k of sub-block j.
     codes = _k_codes(blocks[..., 48:]) | _spread_bits(blocks[..., 16:48], 1) << 4
-    return _stored(codes.flatten(-2), scales, 32, 5, offsets=offsets)
+    return _super_blocks(codes.flatten(-2), _scales_and_minima(blocks), 32, 5)
 
 
 def _q6_k(blocks: torch.Tensor) -> StoredWeight:
     nibbles = _spread_bits(_in_rows(blocks[..., :128], 64), 4).flatten(-2)
     codes = nibbles.flatten(-2) | _low_two_bits(blocks[..., 128:192]) << 4
-    factors = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    scales = (_halves(blocks, 208).unsqueeze(-1) * factors).flatten(-2)
-    return _stored(codes, scales, 16, 6, zeros=_constant(scales, 32))
+    factors = blocks[..., 192:208].contiguous().view(torch.int8).flatten(-2)
+    return _super_blocks(codes, ScaleLevels(factors, _halves(blocks, 208)), 16, 6, zero=32)
 
 
 _FLOATS: Final = MappingProxyType(

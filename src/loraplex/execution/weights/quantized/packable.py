@@ -15,7 +15,11 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.kernels.quantization import (
     GROUP_SIZES,
+    SUPER_BLOCK,
     QuantizedWeight,
+    ScaleLevels,
+    StoredNumbers,
+    SuperBlockWeight,
     largest_entry,
     regrouped,
 )
@@ -24,6 +28,8 @@ _TABLE_GROUP: Final = 64
 """Largest group of a table: the smaller it is, the finer the table's whole numbers may be."""
 _EXACT: Final = 1e-7
 _LARGEST_BYTE: Final = 127
+_NARROW_BITS: Final = 4
+_WIDE_BITS: Final = 6
 
 
 def packable(
@@ -44,9 +50,86 @@ def packable(
     return _stacked([regrouped(weight, size) for weight in weights], dim=0)
 
 
-def stacked_experts(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return the weight [E, out, in] of experts [out, in], which have one form."""
-    return _stacked([regrouped(weight, min(w.group_size for w in weights)) for weight in weights])
+def in_super_blocks(parts: Sequence[StoredWeight], num_blocks: int) -> SuperBlockWeight | None:
+    """Return one weight [sum of out, in] of parts [out, in] whose scales have two levels.
+
+    num_blocks: as for `packable`. None: a part has other scales, or a block no whole super-blocks.
+    """
+    if parts[0].shape[-1] % (num_blocks * SUPER_BLOCK):
+        return None
+    found = [_super_blocks(part) for part in parts]
+    return _joined_super_blocks([weight for weight in found if weight is not None], len(parts))
+
+
+def _super_blocks(weight: StoredWeight) -> SuperBlockWeight | None:
+    """Return the weight, of 4 bits if its codes have them."""
+    if weight.levels is None:
+        return None
+    zero = 0 if weight.zeros is None else int(weight.zeros.flatten()[0])
+    codes, levels = weight.codes.to(torch.int8), weight.levels
+    if weight.bits <= _NARROW_BITS and zero:
+        # f d (q - z) = f d q - (z f) d, and z f fits in 8 bits: Q3_K has z = 4 and |f| up to 32.
+        levels = dataclasses.replace(
+            levels, minima=levels.factors * zero, minimum_scales=levels.scales
+        )
+        zero = 0
+    bits = _NARROW_BITS if weight.bits <= _NARROW_BITS else _WIDE_BITS
+    return SuperBlockWeight(bits, weight.group_size, codes - zero, levels)
+
+
+def _joined_super_blocks(
+    weights: Sequence[SuperBlockWeight], count: int, dim: int | None = None
+) -> SuperBlockWeight | None:
+    """Join `count` weights along an axis that is there, or a new one in front; None: some lack.
+
+    Those of 4 bits are kept in 6 where others have 6, and groups are as small as the smallest.
+    """
+    if len(weights) < count:
+        return None
+    size = min(weight.group_size for weight in weights)
+    levels = [_in_groups(weight, size) for weight in weights]
+    has_minima = any(level.minima is not None for level in levels)
+    join = functools.partial(torch.cat, dim=0) if dim is None else torch.stack
+    return SuperBlockWeight(
+        max(weight.bits for weight in weights),
+        size,
+        join([weight.values for weight in weights]),
+        ScaleLevels(
+            join([level.factors for level in levels]),
+            join([level.scales for level in levels]),
+            join([_or_zeros(level.minima, level.factors) for level in levels])
+            if has_minima
+            else None,
+            join([_or_zeros(level.minimum_scales, level.scales) for level in levels])
+            if has_minima
+            else None,
+        ),
+    )
+
+
+def _in_groups(weight: SuperBlockWeight, size: int) -> ScaleLevels:
+    times, num_groups = weight.group_size // size, weight.levels.factors.shape[-1]
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat_interleave(times, -1) if tensor.shape[-1] == num_groups else tensor
+
+    return weight.levels.mapped(repeated)
+
+
+def _or_zeros(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if tensor is None else tensor
+
+
+def stacked_experts(weights: Sequence[StoredNumbers]) -> StoredNumbers | None:
+    """Return the weight [E, out, in] of experts [out, in]; None if they have several forms."""
+    wide = [weight for weight in weights if isinstance(weight, SuperBlockWeight)]
+    if wide:
+        return _joined_super_blocks(wide, len(weights), dim=0)
+    grouped = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    if len({weight.table for weight in grouped}) > 1:
+        return None
+    size = min(weight.group_size for weight in grouped)
+    return _stacked([regrouped(weight, size) for weight in grouped])
 
 
 def _stacked(weights: Sequence[QuantizedWeight], dim: int | None = None) -> QuantizedWeight:

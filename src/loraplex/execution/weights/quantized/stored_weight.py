@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from loraplex.core.errors import ConfigError
+from loraplex.kernels.quantization import SUPER_BLOCK, ScaleLevels
 from loraplex.models.config_fields import ConfigFields
 
 _WORD_BITS = 32
@@ -91,6 +92,8 @@ class StoredWeight:
     """[2 ** bits] float32, number of each code; None: the code itself."""
     groups_of_inputs: torch.Tensor | None = None
     """Group of each input: [in] int64; None: input i has group i // group_size."""
+    levels: ScaleLevels | None = None
+    """What scales and offsets are products of, where the format has two levels of them."""
 
     @property
     def shape(self) -> torch.Size:
@@ -114,6 +117,7 @@ class StoredWeight:
             scales=choose(self.scales),
             zeros=None if self.zeros is None else choose(self.zeros),
             offsets=None if self.offsets is None else choose(self.offsets),
+            levels=None if self.levels is None else self.levels.mapped(choose),
         )
 
     def inputs(self, first: int, end: int) -> "StoredWeight":
@@ -121,7 +125,7 @@ class StoredWeight:
         codes = self.codes[..., first:end]
         if self.groups_of_inputs is not None:
             groups = self.groups_of_inputs[first:end]
-            return dataclasses.replace(self, codes=codes, groups_of_inputs=groups)
+            return dataclasses.replace(self, codes=codes, groups_of_inputs=groups, levels=None)
         if self.scales.shape[-1] == 1:
             return dataclasses.replace(self, codes=codes, group_size=max(1, end - first))
         size = math.gcd(self.group_size, first)
@@ -141,7 +145,20 @@ class StoredWeight:
             zeros=own(self.zeros),
             offsets=own(self.offsets),
             group_size=size,
+            levels=None if self.levels is None else self._levels_of(self.levels, first, end),
         )
+
+    def _levels_of(self, levels: ScaleLevels, first: int, end: int) -> ScaleLevels | None:
+        """Return the levels of these inputs; None if they cut a super-block."""
+        if first % SUPER_BLOCK or end % SUPER_BLOCK:
+            return None
+        num_groups = levels.factors.shape[-1]
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            size = self.group_size if tensor.shape[-1] == num_groups else SUPER_BLOCK
+            return tensor[..., first // size : end // size]
+
+        return levels.mapped(own)
 
     def _spread(self, values: torch.Tensor) -> torch.Tensor:
         """Return a value for each input from one for each group."""
