@@ -97,6 +97,8 @@ class RandomWeights:
         return self._random(shape)
 
     def linear(self, place: LinearPlace) -> PackedLinear:
+        if place.is_embedding:
+            return None
         return self.kernels.pack_linear(self._random(place.shape), None, self.precision)
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Requests:
         return torch.empty(shape, device="meta")[:num_rows]
 
     def linear(self, place: LinearPlace) -> PackedLinear:
+        if place.is_embedding:
+            return None
         flags = (place.has_bias, place.is_lm_head, place.is_choice, place.has_unit_rows)
         outputs = place.own_outputs and [[tuple(span) for span in own] for own in place.own_outputs]
         inputs = place.own_inputs and tuple(place.own_inputs)

@@ -69,6 +69,8 @@ class _FakeWeights:
         return empty(*shape, dtype=_DTYPE)
 
     def linear(self, place: LinearPlace) -> PackedLinear:
+        if place.is_embedding:
+            return None
         experts = () if place.num_experts is None else (place.num_experts,)
         return self._kernels.pack_linear(empty(*experts, *place.shape, dtype=_DTYPE), None)
 

@@ -182,6 +182,8 @@ class RandomWeights:
         return 0.3 * torch.randn(shape, generator=generator)[:num_rows]
 
     def linear(self, place: LinearPlace) -> PackedLinear:
+        if place.is_embedding:
+            return None
         weights = (
             self.tensor(part, (size, place.in_features)) + self._added.get(part, 0.0)
             for part, size in place.parts.items()

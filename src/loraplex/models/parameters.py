@@ -41,7 +41,7 @@ class LayerParameters:
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
     embedding: torch.Tensor
-    """[vocab_size, hidden or embedding_size]; no rows after the first stage, or where it is packed."""
+    """[vocab_size, hidden or embedding_size]; no rows after the first stage or if it is packed."""
     packed_embedding: PackedLinear | None
     """The same as a layer of vocab_size outputs, where it is stored like that."""
     projections: tuple[PackedLinear, ...]  # ModelSpec.embedding_size to hidden, and back; or none
@@ -158,9 +158,7 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
         packed_embedding = source.linear(LinearPlace({embedding: vocab}, size, is_embedding=True))
     has_rows = spec.is_first_stage and packed_embedding is None
     return DecoderParameters(
-        embedding=source.tensor(
-            f"{embedding}.weight", (vocab, size), None if has_rows else 0
-        ),
+        embedding=source.tensor(f"{embedding}.weight", (vocab, size), None if has_rows else 0),
         packed_embedding=packed_embedding,
         projections=_build_projections(spec, source),
         embedding_norm=_build_norm(spec.embedding_norm, source),

@@ -59,7 +59,7 @@ class CudaKernels(ReferenceKernels):
         self.pack_linear, self.takes_quantized = linear.pack, linear.takes
         self.linear_parts, self.join_linear = linear.parts, linear.join
         self.linear, self.linear_apart = linear.apply, linear.apply_apart
-        self.squared_row_norms = squared_row_norms
+        self.squared_row_norms, self.weight_rows = squared_row_norms, linear.rows
         grouped = GroupedLinear(device, batch_invariant=batch_invariant, sums=sums)
         self.grouped_linear = grouped.apply
         lora = CudaLora(device, batch_invariant=batch_invariant, sums=sums)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from loraplex.core.weight_precision import WeightPrecision
+from loraplex.kernels.cuda import elementwise
 from loraplex.kernels.cuda.linear_packing import CudaWeight, pack_weight
 from loraplex.kernels.cuda.linear_products import ScaledLinear, check_fp8, fixed_linear, fp8_product
 from loraplex.kernels.cuda.ranks import RankSums
@@ -72,6 +73,13 @@ class CudaLinear:
             return False
         is_narrow = weight.precision in (WeightPrecision.INT8, WeightPrecision.INT4)
         return is_narrow and weight.group_size in GROUP_SIZES
+
+    @staticmethod
+    def rows(packed: PackedLinear, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of a layer that is not quantised: indices [T] int64 -> [T, in]."""
+        assert isinstance(packed, CudaWeight)
+        assert packed.precision is WeightPrecision.NATIVE
+        return elementwise.take_rows(packed.weight, indices).to(dtype)
 
     def parts(self, packed: PackedLinear) -> LinearParts:
         assert isinstance(packed, CudaWeight)

@@ -281,9 +281,7 @@ class NativeLinear:
         """Do the same without the bias."""
         return self.apply(x, dataclasses.replace(_own(packed), bias=None))
 
-    def rows(
-        self, packed: PackedLinear, indices: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def rows(self, packed: PackedLinear, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return rows of a weight without experts as numbers: indices [n] int64 -> [n, in]."""
         weight = _own(packed)
         y = self._output((len(indices), weight.in_features), dtype)

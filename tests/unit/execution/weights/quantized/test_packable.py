@@ -1,15 +1,25 @@
 """Stored weights in the forms of kernels: the same numbers, whatever the format and the parts."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.quantized.four_bit_floats import e2m1
-from loraplex.execution.weights.quantized.packable import packable, stacked_experts
+from loraplex.execution.weights.quantized.packable import (
+    in_super_blocks,
+    packable,
+    stacked_experts,
+)
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
-from loraplex.kernels.quantization import QuantizedWeight, largest_entry
+from loraplex.kernels.quantization import (
+    QuantizedWeight,
+    ScaleLevels,
+    SuperBlockWeight,
+    largest_entry,
+)
 
 NF4 = torch.tensor(
     [
@@ -165,3 +175,82 @@ def test_rows_of_a_weight() -> None:
     weight = stored(zeros=True)
     own = weight.rows(lambda tensor: tensor[[4, 1]])
     assert torch.equal(own.decoded(), weight.decoded()[[4, 1]])
+
+
+def in_levels(bits: int, size: int, zero: int = 0, *, has_minima: bool = False) -> StoredWeight:
+    """Random weight [6, 512] of super-blocks."""
+    groups, super_blocks = (6, 512 // size), (6, 2)
+    most = 32 if zero else 64
+    levels = ScaleLevels(
+        torch.randint(-most if zero else 0, most, groups, dtype=torch.int8),
+        torch.rand(super_blocks) + 0.1,
+        torch.randint(64, groups, dtype=torch.int8) if has_minima else None,
+        torch.rand(super_blocks) if has_minima else None,
+    )
+    scales = levels.group_scales()
+    return StoredWeight(
+        codes=torch.randint(1 << bits, (6, 512)).to(torch.uint8),
+        scales=scales,
+        group_size=size,
+        bits=bits,
+        zeros=torch.full_like(scales, zero, dtype=torch.uint8) if zero else None,
+        offsets=levels.group_offsets(),
+        levels=levels,
+    )
+
+
+Q2_K = {"bits": 2, "size": 16, "has_minima": True}
+Q3_K = {"bits": 3, "size": 16, "zero": 4}
+Q4_K = {"bits": 4, "size": 32, "has_minima": True}
+Q5_K = {"bits": 5, "size": 32, "has_minima": True}
+Q6_K = {"bits": 6, "size": 16, "zero": 32}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "bits", "size", "has_minima"),
+    [
+        ([Q2_K], 4, 16, True),
+        ([Q3_K], 4, 16, True),
+        ([Q4_K], 4, 32, True),
+        ([Q5_K], 6, 32, True),
+        ([Q6_K], 6, 16, False),
+        ([Q4_K, Q4_K, Q6_K], 6, 16, True),
+        ([Q3_K, Q5_K], 6, 16, True),
+    ],
+)
+def test_super_blocks_keep_both_levels(
+    kinds: list[dict[str, Any]], bits: int, size: int, *, has_minima: bool
+) -> None:
+    parts = [in_levels(**kind) for kind in kinds]
+    found = in_super_blocks(parts, 2)
+    assert found is not None
+    assert (found.bits, found.group_size) == (bits, size)
+    assert (found.levels.minima is not None) == has_minima
+    assert (int(found.values.min()), int(found.values.max())) >= ((0, 0) if bits == 4 else (-32, 0))
+    wanted = torch.cat([part.decoded() for part in parts])
+    assert torch.allclose(found.dequantized(), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_what_has_no_whole_super_blocks() -> None:
+    weight = in_levels(**Q4_K)
+    assert in_super_blocks([weight], 4) is None
+    assert in_super_blocks([weight, stored(num_inputs=512)], 1) is None
+    assert in_super_blocks([weight.inputs(0, 128)], 1) is None
+
+
+def test_inputs_and_rows_of_super_blocks() -> None:
+    weight = in_levels(**Q4_K)
+    own = weight.inputs(256, 512).rows(lambda tensor: tensor[1:3])
+    found = in_super_blocks([own], 1)
+    assert found is not None
+    assert torch.equal(found.dequantized(), weight.decoded()[1:3, 256:])
+
+
+def test_experts_of_super_blocks_are_stacked() -> None:
+    experts = [in_levels(**Q4_K), in_levels(**Q6_K)]
+    found = [in_super_blocks([expert], 1) for expert in experts]
+    stacked = stacked_experts([weight for weight in found if weight is not None])
+    assert isinstance(stacked, SuperBlockWeight)
+    wanted = torch.stack([expert.decoded() for expert in experts])
+    assert torch.allclose(stacked.dequantized(), wanted, rtol=1e-5, atol=1e-4)
+    assert stacked_experts([found[0], packed(stored(num_inputs=512))]) is None
