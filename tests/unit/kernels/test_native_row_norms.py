@@ -81,7 +81,7 @@ def test_of_super_blocks(linear, form, num_blocks, group_size):
 
 @pytest.mark.parametrize("form", [*FORMS, *SUPER_BLOCK_FORMS])
 def test_rows_are_what_was_packed(linear, form):
-    """In any order, and one of them twice; rounded once, to the wanted type."""
+    """Rows in any order, and one of them twice; rounded once, to the wanted type."""
     generator = torch.Generator().manual_seed(4)
     make = super_block_weight if form in SUPER_BLOCK_FORMS else stored_weight
     stored = make(form, 32, 512, 37, generator)

@@ -191,7 +191,7 @@ class _CheckpointSource:
         return found
 
     def _takes(self, weight: StoredNumbers, place: LinearPlace) -> bool:
-        """Of an embedding only super-blocks are kept: others have no two levels to save."""
+        """Return whether kernels do; of an embedding only super-blocks are kept."""
         if place.is_embedding and not isinstance(weight, SuperBlockWeight):
             return False
         return self._kernels.takes_quantized(weight, place.num_blocks)
