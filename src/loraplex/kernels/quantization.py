@@ -55,6 +55,7 @@ class QuantizedWeight:
     scales: torch.Tensor  # [..., out, groups] float32
     offsets: torch.Tensor | None = None  # [..., out, groups] float32, subtracted; None: 0
     table: tuple[int, ...] | None = None  # what each of 16 numbers stands for; None: itself
+    has_byte_inputs: bool = False  # whether a CPU may round inputs to 8 bits; not with the others
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         """Return the same weight on this device."""

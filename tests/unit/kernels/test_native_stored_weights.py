@@ -21,6 +21,7 @@ from loraplex.kernels.quantization import (
     QuantizedWeight,
     largest_entry,
     quantized_linear,
+    rounded_linear,
     super_block_linear,
 )
 from loraplex.kernels.routing import sort_routes
@@ -83,6 +84,18 @@ def test_the_bits_of_super_blocks(
         expected = super_block_linear(x, weight, bias)
         for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 40):
             assert torch.equal(kernel.apply(x[:num_rows], packed), expected[:num_rows])
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_format_whose_reader_rounds_inputs(
+    kernel: NativeLinear, form: str, generator: torch.Generator
+) -> None:
+    weight = dataclasses.replace(stored_weight(form, 32, 544, 130, generator), has_byte_inputs=True)
+    x = torch.randn(40, 544, generator=generator)
+    expected = rounded_linear(x, weight, None)
+    packed = kernel.pack(weight, None)
+    for num_rows in (1, 5, 40):
+        assert torch.equal(kernel.apply(x[:num_rows], packed), expected[:num_rows])
 
 
 def test_inputs_that_are_no_numbers_stay_in_their_row(

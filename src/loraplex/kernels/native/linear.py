@@ -391,7 +391,8 @@ def _kind_of(weight: StoredNumbers) -> WeightKind | None:
             return WeightKind.SUPER4 if weight.levels.minima is not None else None
         return WeightKind.SUPER6 if weight.levels.minima is None else WeightKind.SUPER6_OFFSETS
     if weight.table is None:
-        end = "" if weight.offsets is None else "_OFFSETS"
+        plain = "_BY_INT8" if weight.has_byte_inputs else ""
+        end = plain if weight.offsets is None else "_OFFSETS"
         return WeightKind.__members__.get(f"{weight.precision.name}{end}")
     largest = largest_entry(weight.group_size)
     is_table = len(weight.table) == 16 and all(abs(entry) <= largest for entry in weight.table)

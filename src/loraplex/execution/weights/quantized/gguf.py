@@ -89,6 +89,7 @@ def _stored(
         zeros=zeros,
         offsets=offsets,
         table=table,
+        has_byte_inputs=True,
     )
 
 

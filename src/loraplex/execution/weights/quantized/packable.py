@@ -152,6 +152,7 @@ def _stacked(weights: Sequence[QuantizedWeight], dim: int | None = None) -> Quan
         join([weight.scales for weight in weights]),
         offsets=offsets,
         table=first.table,
+        has_byte_inputs=all(weight.has_byte_inputs for weight in weights),
     )
 
 
@@ -176,6 +177,7 @@ def _signed(weight: StoredWeight, num_blocks: int, *, is_exact: bool) -> Quantiz
             values,
             weight.scales.contiguous(),
             offsets=offsets if bool(offsets.any()) else None,
+            has_byte_inputs=weight.has_byte_inputs and not is_exact,
         ),
         size,
     )

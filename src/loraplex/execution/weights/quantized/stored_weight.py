@@ -92,6 +92,8 @@ class StoredWeight:
     """[2 ** bits] float32, number of each code; None: the code itself."""
     groups_of_inputs: torch.Tensor | None = None
     """Group of each input: [in] int64; None: input i has group i // group_size."""
+    has_byte_inputs: bool = False
+    """Whether the format's own reader rounds inputs to 8 bits, in groups like the weight's."""
     levels: ScaleLevels | None = None
     """What scales and offsets are products of, where the format has two levels of them."""
 

@@ -254,3 +254,12 @@ def test_experts_of_super_blocks_are_stacked() -> None:
     wanted = torch.stack([expert.decoded() for expert in experts])
     assert torch.allclose(stacked.dequantized(), wanted, rtol=1e-5, atol=1e-4)
     assert stacked_experts([found[0], packed(stored(num_inputs=512))]) is None
+
+
+def test_inputs_are_rounded_only_where_all_parts_have_it() -> None:
+    rounded = dataclasses.replace(stored(8), has_byte_inputs=True)
+    assert packed(rounded, rounded).has_byte_inputs
+    assert not packed(rounded, stored(8)).has_byte_inputs
+    exact = packable([rounded], 1, is_exact=True)
+    assert exact is not None
+    assert not exact.has_byte_inputs
