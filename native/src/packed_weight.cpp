@@ -1,10 +1,9 @@
 #include "packed_weight.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 
+#include "large_pages.h"
 #include "loraplex/guard.h"
 #include "loraplex/pool.h"
 
@@ -65,20 +64,6 @@ void put(W *panel, std::int64_t output, std::int64_t input, Source<W> value) {
     } else {
         group[output * kDepth + input % kDepth] = W{value};
     }
-}
-
-// Of memory not yet written: a kernel that reads it looks up fewer pages. It is only a wish.
-void ask_for_large_pages([[maybe_unused]] void *memory, [[maybe_unused]] std::int64_t num_bytes) {
-#if defined(MADV_HUGEPAGE)
-    constexpr std::uintptr_t kLargePage = std::uintptr_t{1} << 21;
-    const auto start = reinterpret_cast<std::uintptr_t>(memory);
-    const std::uintptr_t first = (start + kLargePage - 1) / kLargePage * kLargePage;
-    const std::uintptr_t end =
-        (start + static_cast<std::uintptr_t>(num_bytes)) / kLargePage * kLargePage;
-    if (first < end) {
-        madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
-    }
-#endif
 }
 
 // One output's numbers of the groups of one block: target [groups][kPanelWidth] float32.

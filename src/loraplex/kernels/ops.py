@@ -12,6 +12,7 @@ import torch
 
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
+from loraplex.kernels.block_rows import BlockRows
 from loraplex.kernels.lora import LoraBatch, LoraPlace
 from loraplex.kernels.quantization import StoredNumbers
 from loraplex.kernels.routing import Routes
@@ -210,6 +211,15 @@ class Kernels(Protocol):
 
     def takes_quantized(self, weight: StoredNumbers, num_blocks: int) -> bool:
         """Whether `linear` multiplies a weight of this form without decoding it before."""
+        ...
+
+    def pack_blocks(
+        self, weight: BlockRows, bias: torch.Tensor | None, num_blocks: int
+    ) -> PackedLinear | None:
+        """Do the same as pack_linear with blocks of a file that `linear` multiplies as they are.
+
+        None: they have to be decoded before. Raises ConfigError if a scale is not finite.
+        """
         ...
 
     def weight_rows(

@@ -19,6 +19,7 @@ from torch.nn import functional
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import routing, sampling
 from loraplex.kernels.activations import Activation
+from loraplex.kernels.block_rows import BlockRows
 from loraplex.kernels.channel import Channel, joined_shares, tree_sum
 from loraplex.kernels.host_tensors import fixed_tiles
 from loraplex.kernels.lora import LoraBatch, LoraPlace, add_lora
@@ -120,6 +121,12 @@ class ReferenceKernels:
     def takes_quantized(self, weight: StoredNumbers, num_blocks: int) -> bool:
         del weight, num_blocks
         return False
+
+    def pack_blocks(
+        self, weight: BlockRows, bias: torch.Tensor | None, num_blocks: int
+    ) -> PackedLinear | None:
+        del weight, bias, num_blocks
+        return None
 
     def weight_rows(
         self, packed: PackedLinear, indices: torch.Tensor, dtype: torch.dtype

@@ -22,6 +22,7 @@ from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.tensor_files import PickledFile, SafetensorsFile, TensorFile
 from loraplex.execution.weights.trtllm import TrtllmWeights
 from loraplex.execution.weights.weight_files import weight_files
+from loraplex.kernels.block_rows import BlockRows
 from loraplex.models.decoder_names import StackedExperts
 from loraplex.models.engine_folder import is_foreign_checkpoint
 from loraplex.models.gguf_config import gguf_of
@@ -180,6 +181,19 @@ class Checkpoint:
         if stored is not None and stored.shape != shape:
             raise _other_shape(f"{entry.file.path}: {name}", stored.shape, shape)
         return stored
+
+    def blocks(self, name: str, shape: tuple[int, int]) -> BlockRows | None:
+        """Return a weight [out, in] as blocks of a file; None: `stored` or `read` has it.
+
+        Raises ConfigError for one of another shape.
+        """
+        entry = self._entries[name]
+        found = entry.file.blocks(entry.name) if isinstance(entry.file, GgufWeights) else None
+        if found is not None and entry.part is not None:
+            found = found.rows(functools.partial(entry.part.view, is_transposed=False))
+        if found is not None and found.shape != shape:
+            raise _other_shape(f"{entry.file.path}: {name}", found.shape, shape)
+        return found
 
     def stacked_names(self, names: Iterable[str]) -> set[str]:
         """Return what files call the tensors that hold these together with others."""

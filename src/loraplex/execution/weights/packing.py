@@ -20,6 +20,7 @@ from loraplex.execution.weights.quantized.packable import (
 )
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.weight_files import weight_files
+from loraplex.kernels.block_rows import BlockRows, joined_rows
 from loraplex.kernels.ops import Kernels, LinearParts, PackedLinear
 from loraplex.kernels.quantization import StoredNumbers, SuperBlockWeight, quantization_error
 from loraplex.models.parameters import (
@@ -149,6 +150,11 @@ class _CheckpointSource:
         bias = None
         if place.has_bias:
             bias = self._read(place, "bias", (num_outputs,)).view(*experts, num_outputs)
+        blocks = self._blocks(place)
+        if blocks is not None:
+            packed = self._packed_blocks(place, blocks, bias)
+            if packed is not None:
+                return packed
         quantized = self._quantized(place)
         if quantized is None and place.is_embedding:
             return None
@@ -165,6 +171,39 @@ class _CheckpointSource:
             raise ConfigError(f"{place.name}: {error.message}", param="quantization") from error
         if precision is not WeightPrecision.NATIVE:
             self.errors.note(place.name, quantization_error(weight.flatten(0, -2), precision))
+        return packed
+
+    def _blocks(self, place: LinearPlace) -> BlockRows | None:
+        """Return the layer's own part of weights in blocks, expert after expert; None: some of its
+        weights are no blocks that kernels read, or the part cuts one.
+
+        In float32 the inputs keep 16 bits, and not 8 as with blocks.
+        """
+        if place.is_choice or place.has_unit_rows or self._form.dtype is torch.float32:
+            return None
+        found = []
+        for index, (part, size) in enumerate(place.stored_parts()):
+            rows = self._checkpoint.blocks(f"{part}.weight", (size, place.in_features))
+            own = rows and rows.inputs(place.inputs.first, place.inputs.end)
+            if own is None:
+                return None
+            found.append(own.rows(functools.partial(place.own_rows, index % len(place.parts))))
+        joined = joined_rows(found)
+        num_experts = place.num_experts
+        if num_experts is None:
+            return joined
+        return joined.rows(lambda rows: rows.view(num_experts, -1))
+
+    def _packed_blocks(
+        self, place: LinearPlace, blocks: BlockRows, bias: torch.Tensor | None
+    ) -> PackedLinear | None:
+        try:
+            packed = self._kernels.pack_blocks(blocks, bias, place.num_blocks)
+        except ConfigError as error:
+            raise ConfigError(f"{place.name}: {error.message}") from error
+        if packed is not None:
+            self.widened.note(place.name, is_widened=False)
+            self._progress(sum(1 for _ in place.stored_parts()))
         return packed
 
     def _quantized(self, place: LinearPlace) -> StoredNumbers | None:

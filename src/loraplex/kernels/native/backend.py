@@ -9,6 +9,7 @@ from loraplex.kernels.native.attention import NativeAttention, NativeAttentionPl
 from loraplex.kernels.native.channel import SharedMemoryChannel
 from loraplex.kernels.native.elementwise import NativeElementwise
 from loraplex.kernels.native.experts import NativeExperts
+from loraplex.kernels.native.gguf import NativeGguf
 from loraplex.kernels.native.library import NativeLibrary, ThreadPool
 from loraplex.kernels.native.linear import (
     PACKED_LAYOUT,
@@ -51,6 +52,7 @@ class NativeKernels(ReferenceKernels):
         apart = NativeLinear(library, ThreadPool(library, 1))
         self.linear_apart, self.squared_row_norms = apart.apply_apart, apart.squared_row_norms
         self.linear_parts, self.join_linear = linear_parts, join_linear
+        self.pack_blocks = NativeGguf(library, self._pool).pack
         sampling = NativeSampling(library, self._pool)
         self.argmax = sampling.argmax
         self.draw_tokens = sampling.draw_tokens

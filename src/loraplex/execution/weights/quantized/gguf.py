@@ -22,6 +22,7 @@ from loraplex.core.gguf import BlockType, read_gguf
 from loraplex.core.gguf_names import family_of, hugging_face_name
 from loraplex.execution.weights.quantized.four_bit_floats import e2m1
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.kernels.block_rows import BLOCK_TYPES, BlockRows
 from loraplex.kernels.quantization import ScaleLevels
 from loraplex.models.spec import ModelSpec
 
@@ -258,12 +259,13 @@ class GgufWeights:
             if (name := hugging_face_name(self._file, tensor)) is not None
         }
         self.names: Sequence[str] = list(self._tensors)
+        self._mappings: dict[Path, torch.Tensor] = {}
 
     def __enter__(self) -> "GgufWeights":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Nothing is open between reads."""
+        self._mappings.clear()
 
     def tensor(self, name: str) -> Any:
         """Return a tensor; a quantised weight as float32."""
@@ -277,16 +279,39 @@ class GgufWeights:
         found = self._read(name)
         return found if isinstance(found, StoredWeight) else None
 
+    def blocks(self, name: str) -> BlockRows | None:
+        """Return the rows of a weight where they lie; None: of a type that no kernel reads so."""
+        described = self._file.tensors[self._tensors[name]]
+        if described.kind not in BLOCK_TYPES.values() or len(described.shape) < 2:
+            return None
+        data = self._mapped(described.path)[described.start :][: described.num_bytes]
+        if data.numel() < described.num_bytes:
+            return None  # the file became shorter: `_read` has the message
+        found = BlockRows.of(data, described.kind, described.shape)
+        rows = self._rows(name, described.shape[0])
+        return found if rows is None else found.rows(lambda tensor: tensor[rows])
+
+    def _mapped(self, path: Path) -> torch.Tensor:
+        """Return all bytes of a file, which are read when they are looked at."""
+        if path not in self._mappings:
+            self._mappings[path] = torch.from_file(
+                str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
+            )
+        return self._mappings[path]
+
+    def _rows(self, name: str, num_rows: int) -> list[int] | None:
+        """Return the file's row for each row of a tensor; None: they are in order."""
+        head_dim = self._head_dims.get(name.rpartition(".")[0])
+        # What has no heads has no rows in another order.
+        return None if head_dim is None else self._family.file_rows(name, num_rows, head_dim)
+
     def _read(self, name: str) -> torch.Tensor | StoredWeight:
         own = self._tensors[name]
         described = self._file.tensors[own]
         found = decoded_blocks(
             f"{described.path}: {own}", self._file.bytes_of(own), described.kind, described.shape
         )
-        head_dim = self._head_dims.get(name.rpartition(".")[0])
-        if head_dim is None:
-            return found  # has no heads, whose rows could have another order
-        rows = self._family.file_rows(name, described.shape[0], head_dim)
+        rows = self._rows(name, described.shape[0])
         if rows is None:
             return found
         if isinstance(found, StoredWeight):

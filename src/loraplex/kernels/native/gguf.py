@@ -1,0 +1,75 @@
+"""Blocks of GGUF files, packed for the linear kernels (native/src/gguf.cpp)."""
+
+import ctypes
+from typing import Final
+
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.gguf import BlockType
+from loraplex.kernels.block_rows import BlockRows
+from loraplex.kernels.native.library import (
+    Int,
+    NativeLibrary,
+    Pointer,
+    Size,
+    ThreadPool,
+)
+from loraplex.kernels.native.linear import BLOCK_COUNTS, NativeWeight, WeightKind
+
+_Q4_K: Final = {BlockType.Q4_K.number}
+_Q6_K: Final = {BlockType.Q6_K.number}
+
+
+class NativeGguf:
+    """Reads the blocks where they lie, on all threads."""
+
+    def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
+        self._pool = pool
+        self._packed_bytes = library.size_function(
+            "loraplex_packed_weight_bytes", Int, Size, Size, Size, Size
+        )
+        self._pack = library.function(
+            "loraplex_pack_gguf",
+            *(Pointer, Int, Size, Size),
+            *(Pointer, Pointer, Size, Size),
+            *(Pointer, Pointer),
+        )
+
+    def pack(
+        self, weight: BlockRows, bias: torch.Tensor | None, num_blocks: int
+    ) -> NativeWeight | None:
+        """Pack a weight [out, in] or [E, out, in], with the very numbers that are stored.
+
+        None: no kernel has its form. Raises ConfigError if a scale is infinite or no number.
+        """
+        *experts, out_features, in_features = weight.shape
+        kind, group_size = _kind_of(set(weight.types.flatten().tolist()))
+        form = (kind, group_size, num_blocks, out_features, in_features)
+        num_bytes = self._packed_bytes(kind, group_size, max(1, num_blocks), *form[3:])
+        if not num_bytes or num_blocks not in (0, *BLOCK_COUNTS):
+            return None
+        num_experts = experts[0] if experts else 1
+        panels = torch.empty(num_experts, num_bytes, dtype=torch.uint8)
+        addresses = weight.addresses.contiguous().view(num_experts, -1)
+        types = weight.types.contiguous().view(num_experts, -1)
+        are_finite = ctypes.c_int32()
+        for rows, own_types, place in zip(addresses, types, panels, strict=True):
+            self._pack(
+                *(self._pool.address, kind, group_size, max(1, num_blocks)),
+                *(rows.data_ptr(), own_types.data_ptr(), out_features, in_features),
+                *(place.data_ptr(), ctypes.addressof(are_finite)),
+            )
+            if not are_finite.value:
+                raise ConfigError("a scale is infinite or no number")
+        wide_bias = None if bias is None else bias.float().contiguous()
+        return NativeWeight(*form, panels.flatten(), wide_bias)
+
+
+def _kind_of(types: set[int]) -> tuple[WeightKind, int]:
+    """Return the kind of panels that holds rows of these types, and the size of its groups."""
+    if types == _Q4_K:
+        return WeightKind.SUPER4, 32
+    if types == _Q6_K:
+        return WeightKind.SUPER6, 16
+    return WeightKind.SUPER6_OFFSETS, 16 if types & _Q6_K else 32

@@ -1,0 +1,106 @@
+"""Blocks of GGUF files read by native kernels: the bytes that torch's decoders and packing give."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from loraplex.core.errors import ConfigError
+from loraplex.core.gguf import BlockType
+from loraplex.execution.weights.quantized.gguf import decoded_blocks
+from loraplex.execution.weights.quantized.packable import in_super_blocks, stacked_experts
+from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.kernels.block_rows import BlockRows, joined_rows
+from loraplex.kernels.native.gguf import NativeGguf
+from loraplex.kernels.native.library import LIBRARY_FOLDER, ThreadPool, load_library
+from loraplex.kernels.native.linear import NativeLinear, NativeWeight
+from support.gguf_files import random_blocks
+from unit.kernels.test_native_quantized_linear import instruction_sets
+
+pytestmark = pytest.mark.skipif(
+    not LIBRARY_FOLDER.exists(), reason="loraplex was installed without a compiler"
+)
+
+BIAS = torch.arange(200.0)
+MIXES = [("Q4_K",), ("Q5_K",), ("Q6_K",), ("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q6_K", "Q6_K")]
+
+
+@dataclasses.dataclass
+class Kernels:
+    linear: NativeLinear
+    gguf: NativeGguf
+
+
+@pytest.fixture(params=instruction_sets())
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    library = load_library([request.param])
+    pool = ThreadPool(library, 2)
+    return Kernels(NativeLinear(library, pool), NativeGguf(library, pool))
+
+
+def both(kind: str, num_rows: int, num_inputs: int) -> tuple[BlockRows, StoredWeight]:
+    """Return random rows where they lie, and as torch decodes them."""
+    data = bytearray(random_blocks(kind, num_rows, num_inputs).tobytes())
+    shape, block_type = (num_rows, num_inputs), BlockType[kind]
+    stored = decoded_blocks("w", data, block_type, shape)
+    assert isinstance(stored, StoredWeight)
+    return BlockRows.of(torch.frombuffer(data, dtype=torch.uint8), block_type, shape), stored
+
+
+def evens_first(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor[::2], tensor[1::2]])
+
+
+def assert_same(found: NativeWeight | None, wanted: NativeWeight) -> None:
+    assert found is not None
+    assert dataclasses.replace(found, panels=None, bias=None) == dataclasses.replace(
+        wanted, panels=None, bias=None
+    )
+    assert torch.equal(found.panels, wanted.panels)
+    assert (found.bias is None) == (wanted.bias is None)
+    assert found.bias is None or wanted.bias is None or torch.equal(found.bias, wanted.bias)
+
+
+@pytest.mark.parametrize("kinds", MIXES)
+def test_the_bytes_of_a_packing_by_torch(kernels: Kernels, kinds: tuple[str, ...]) -> None:
+    """Panels that are full, and one that is not; rows in another order, as those of heads."""
+    for num_rows, num_inputs, num_blocks in ((40, 256, 0), (130, 1024, 2), (3, 512, 1)):
+        parts = [both(kind, num_rows, num_inputs) for kind in kinds]
+        rows = joined_rows([one.rows(evens_first) for one, _ in parts])
+        stored = [one.rows(evens_first) for _, one in parts]
+        weight = in_super_blocks(stored, max(1, num_blocks))
+        assert weight is not None
+        bias = BIAS[: num_rows * len(kinds)] if num_blocks == 1 else None
+        found = kernels.gguf.pack(rows, bias, num_blocks)
+        assert_same(found, kernels.linear.pack(weight, bias, num_blocks=num_blocks))
+
+
+def test_experts(kernels: Kernels) -> None:
+    parts = [both("Q4_K", 20, 256) for _ in range(3)]
+    weights = [in_super_blocks([stored], 1) for _, stored in parts]
+    weight = stacked_experts([weight for weight in weights if weight is not None])
+    assert weight is not None
+    rows = joined_rows([rows for rows, _ in parts]).rows(lambda tensor: tensor.view(3, 20))
+    bias = BIAS[:60].view(3, 20)
+    assert_same(kernels.gguf.pack(rows, bias, 0), kernels.linear.pack(weight, bias))
+
+
+def test_a_share_of_the_inputs(kernels: Kernels) -> None:
+    rows, stored = both("Q6_K", 17, 1024)
+    weight = in_super_blocks([stored.inputs(256, 768)], 2)
+    own = rows.inputs(256, 768)
+    assert weight is not None
+    assert own is not None
+    assert_same(kernels.gguf.pack(own, None, 2), kernels.linear.pack(weight, None, num_blocks=2))
+    assert rows.inputs(128, 640) is None
+    assert kernels.gguf.pack(own, None, 4) is None, "a block would be half a super-block"
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_a_scale_that_is_no_number_is_refused(kernels: Kernels, kind: str) -> None:
+    data = torch.from_numpy(random_blocks(kind, 20, 512)).flatten().contiguous()
+    place = 208 if kind == "Q6_K" else 0
+    data[-BlockType[kind].num_bytes :][place : place + 2] = torch.tensor([0, 0x7C])
+    rows = BlockRows.of(data, BlockType[kind], (20, 512))
+    with pytest.raises(ConfigError, match="infinite"):
+        kernels.gguf.pack(rows, None, 0)
