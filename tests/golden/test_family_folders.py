@@ -74,8 +74,12 @@ def test_a_family(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert plan.memory.kv.tokens > 0
     assert 0 < plan.memory.weights_bytes <= wanted.num_bytes
 
+    (tmp_path / "cache").mkdir()
     cache = PackedCache(tmp_path / "cache", GIB, min_free_bytes=0)
-    assert_same(load_weights(folder, spec, kernels, FORM, cache), wanted)
+    weights = load_weights(folder, spec, kernels, FORM, cache)
+    assert_same(weights, wanted)
+    assert weights.storing is not None
+    weights.storing.wait()
     caplog.clear()
     assert_same(load_weights(folder, spec, kernels, FORM, cache), wanted)
     assert f"from {cache.folder}" in caplog.text

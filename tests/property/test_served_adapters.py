@@ -274,7 +274,7 @@ async def test_a_replaced_adapter_never_uses_an_old_block(tmp_path, monkeypatch,
     monkeypatch.setattr(
         admission,
         "kv_salt",
-        lambda model, dtype, adapters, *others: salt(model, dtype, [], *others),
+        lambda model, dtype, adapters, *others: salt(model, dtype, (), *others),
     )
     with pytest.raises(StepFailedError):
         await tokens_after_replacement(tmp_path / "2")
