@@ -27,8 +27,12 @@ inline constexpr int kMaxDepth = kIsQuantized<W>              ? LORAPLEX_MAX_GRO
                                  : std::is_same_v<W, float> ? 128
                                                               : 256;
 
-// So far ahead one block of rows reads weights, in bytes of each panel: the memory's latency.
-inline constexpr int kReadAheadBytes = 1024;
+// So far ahead one block of rows reads weights, in bytes of each panel.
+inline constexpr int kReadAheadBytes = 4096;
+
+// Few rows read so many panels at once, or more, and wait for the memory alone. They read ahead into
+// the second cache: the first one has fewer requests under way than the memory could serve.
+inline constexpr int kManyPanels = 4;
 
 // After a row's inputs come, for quantised weights with offsets, the float32 sums of their groups.
 template <typename W>
@@ -157,10 +161,12 @@ inline constexpr int kVectorsPerPanel = static_cast<int>(kPanelWidth) / kLanes;
 template <int kPanels, typename W>
 __attribute__((always_inline)) inline void prefetch(const ReadAhead &ahead, std::int64_t step,
                                                     std::int64_t stride) {
+    constexpr int kLocality = kPanels >= kManyPanels ? 2 : 3;
     const std::byte *weights = ahead.weights + step * ahead.weights_pace;
 #pragma GCC unroll 16
     for (int panel = 0; panel < kPanels; ++panel) {
-        __builtin_prefetch(weights + panel * stride * static_cast<std::int64_t>(sizeof(W)));
+        __builtin_prefetch(weights + panel * stride * static_cast<std::int64_t>(sizeof(W)), 0,
+                           kLocality);
     }
     __builtin_prefetch(ahead.inputs + step * 64);
 }
