@@ -18,11 +18,11 @@ _BITS_IN_MEMORY: Final = {
     BlockType.Q5_0: 8 + 32 / 32,
     BlockType.Q5_1: 8 + 64 / 32,
     BlockType.Q8_0: 8 + 32 / 32,
-    BlockType.Q2_K: 4 + 64 / 16,
-    BlockType.Q3_K: 4 + 32 / 16,
-    BlockType.Q4_K: 4 + 64 / 32,
-    BlockType.Q5_K: 8 + 64 / 32,
-    BlockType.Q6_K: 8 + 32 / 16,
+    BlockType.Q2_K: 4 + 16 / 16 + 64 / 256,
+    BlockType.Q3_K: 4 + 16 / 16 + 64 / 256,
+    BlockType.Q4_K: 4 + 16 / 32 + 64 / 256,
+    BlockType.Q5_K: 6 + 16 / 32 + 64 / 256,
+    BlockType.Q6_K: 6 + 8 / 16 + 32 / 256,
     BlockType.IQ4_NL: 4 + 32 / 32,
     BlockType.IQ4_XS: 4 + 32 / 32,
     BlockType.MXFP4: 4 + 32 / 32,
@@ -162,9 +162,9 @@ def hugging_face_config(file: GgufFile) -> Fields:
 
 
 def _bits_in_memory(file: GgufFile) -> float:
-    """Return the mean over the weights of layers: 4 or 8 bits, and scales and offsets in float32.
+    """Return the mean over the weights of layers on a CPU, with what belongs to groups of them.
 
-    Layers of two types, and those of 5 and 6 bits, are kept in 8 bits; plain floats in 16.
+    Layers of two types take a little more, plain floats 16, and K types in float32 6 to 10.
     """
     kinds = [
         (math.prod(tensor.shape), _BITS_IN_MEMORY.get(tensor.kind, 16.0))
