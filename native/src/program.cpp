@@ -15,6 +15,7 @@
 #include "loraplex/guard.h"
 #include "loraplex/linear.h"
 #include "loraplex/lora.h"
+#include "loraplex/weight_rows.h"
 
 namespace loraplex {
 namespace {
@@ -76,6 +77,7 @@ constexpr ProgramOp kOps[] = {
     LORAPLEX_PROGRAM_OP(loraplex_route),
     LORAPLEX_PROGRAM_OP(loraplex_scale),
     LORAPLEX_PROGRAM_OP(loraplex_take_rows),
+    LORAPLEX_PROGRAM_OP(loraplex_weight_rows),
     LORAPLEX_PROGRAM_OP(loraplex_write_kv),
 };
 

@@ -180,9 +180,12 @@ def test_every_op_of_a_decoder_may_be_in_a_program(
     sink_logits, no_keys = torch.randn(3), torch.empty(2, 0, 8, dtype=dtype)
     up = kernels.pack_linear(torch.randn(48, 24).to(dtype), None)
     angles = torch.randn(30, 2)
+    embedding = kernels.pack_linear(table, None)
 
     def compute() -> torch.Tensor:
-        residual = kernels.take_rows(table, indices)
+        residual = kernels.add(
+            kernels.take_rows(table, indices), kernels.weight_rows(embedding, indices, dtype), 2.0
+        )
         x = kernels.layer_norm(residual, weight, bias, 1e-5)
         query = kernels.layer_norm(x.view(-1, 3, 8), of_heads, of_heads, 1e-5)
         turns = kernels.take_rows(angles, indices)
