@@ -8,8 +8,7 @@ from typing import Final
 import torch
 
 from loraplex.core.gguf import BlockType
-
-SUPER_BLOCK_INPUTS: Final = 256
+from loraplex.kernels.quantization import SUPER_BLOCK
 
 BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType(
     {kind.number: kind for kind in (BlockType.Q4_K, BlockType.Q5_K, BlockType.Q6_K)}
@@ -47,12 +46,12 @@ class BlockRows:
 
     def inputs(self, first: int, end: int) -> "BlockRows | None":
         """Return the weight of the inputs from first to end - 1; None: they cut a super-block."""
-        if first % SUPER_BLOCK_INPUTS or end % SUPER_BLOCK_INPUTS:
+        if first % SUPER_BLOCK or end % SUPER_BLOCK:
             return None
         block_bytes = torch.zeros(max(BLOCK_TYPES) + 1, dtype=torch.int64)
         for number, kind in BLOCK_TYPES.items():
             block_bytes[number] = kind.num_bytes
-        skipped = block_bytes[self.types.int()] * (first // SUPER_BLOCK_INPUTS)
+        skipped = block_bytes[self.types.int()] * (first // SUPER_BLOCK)
         return dataclasses.replace(self, addresses=self.addresses + skipped, num_inputs=end - first)
 
 
