@@ -8,17 +8,18 @@
 #   make types   mypy --strict
 #   make test-all     all tests that need neither a GPU nor a browser; CI takes a third of the slow ones
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows
-#   make test-browser the console in a real browser (Chromium); BUSY=.ci/busy beside busy processes
+#   make test-browser the console and the documentation's site in a real browser (Chromium);
+#                BUSY=.ci/busy beside busy processes
 #   make screenshots  the pictures of docs/console.md
-#   make vendor  copy the console's libraries from npm's registry again
+#   make vendor  bundle the console's libraries from npm's registry again
 #   make ray-test     replicas on a Ray cluster of two nodes on this machine, with faults
 #   make soak    what takes too long for CI: long schedules, kills, many more examples
 #   make originals ORIGINALS=FOLDER   the programs of the TensorRT-LLM backend's checkouts in a folder
 #   make charts  check the Helm chart and the other objects of deploy/ without a cluster
 #   make lock    write constraints.txt anew; LOCK_ARGS=--upgrade takes the newest versions
 #   make bench   measure a server on this machine, and compare it with BENCH_PEERS
-#   make docs    build the documentation, with docs/openapi.json
-#   make wheel   the sdist and a wheel for each kind of CPU, in dist/
+#   make docs    build the documentation, with docs/openapi.json; needs neither torch nor a compiler
+#   make wheel   the sdist and a wheel for each kind of CPU, in dist/, as an index would take them
 #   make test-wheel  build them, check them, and run one where no compiler is
 #   make tables  write the pages of docs/ that are made from the code
 #   make .triton install the real Triton, to test what is exported for it
@@ -82,7 +83,7 @@ $(BIN)/uv: constraints.txt
 	@touch $@
 
 $(VENV)/.runtime: $(BIN)/uv pyproject.toml constraints.txt $(NATIVE)
-	@echo "Downloading torch and compiling the kernels into $(VENV) (two to five minutes the first time) ..."
+	@echo "Downloading torch and compiling the kernels into $(VENV) (two to three minutes the first time) ..."
 	$(INSTALL) -e .
 	@touch $@
 
@@ -96,8 +97,10 @@ $(VENV)/.bench: $(VENV)/.runtime
 	$(INSTALL) -r pyproject.toml --extra bench
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.runtime
-	$(INSTALL) -r pyproject.toml --extra docs
+# Neither torch nor the kernels: a version that no system wants leaves torch out.
+$(VENV)/.docs: $(BIN)/uv pyproject.toml constraints.txt
+	echo "torch; sys_platform == 'none'" > $(VENV)/without_torch.txt
+	UV_TORCH_BACKEND=cpu $(INSTALL) -r pyproject.toml --extra docs --override $(VENV)/without_torch.txt
 	@touch $@
 
 # The oldest Triton that is supported: its compiler is tested, too.
@@ -114,7 +117,8 @@ $(OLDEST_TRITON): | $(VENV)/.dev
 # needs: they have a folder of their own, and the tests run them in processes of their own.
 $(VENV)/clients: | $(VENV)/.dev
 	$(UV) install --quiet --python $(BIN)/python --no-deps --target $@ \
-		guidance==0.3.1 llguidance==1.5.0 lm-eval==0.4.13 lorax-client==0.6.3
+		guidance==0.3.1 llguidance==1.5.0 lm-eval==0.4.13 lorax-client==0.6.3 \
+		cohere==7.3.1 fastavro==1.13.1
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/capitals.py
@@ -138,13 +142,13 @@ test-all: $(VENV)/.dev $(OLDEST_TRITON) $(VENV)/clients .triton
 		-m "not soak and not gpu and not network and not browser" $(PYTEST_ARGS)
 
 $(VENV)/.browser: $(VENV)/.dev
-	$(INSTALL) -r pyproject.toml --extra browser
+	$(INSTALL) -r pyproject.toml --extra browser --extra docs
 	@touch $@
 
 # Here a browser that is missing fails; other verbs leave its tests out.
 test-browser: $(VENV)/.browser
 	.ci/install_chromium
-	$(BUSY) env REQUIRE_BROWSER=1 $(PYTEST) -m browser --randomly-seed=$(SEED) $(PYTEST_ARGS) tests/browser
+	$(BUSY) env REQUIRE_BROWSER=1 $(PYTEST) -m browser --loadscope-reorder --randomly-seed=$(SEED) $(PYTEST_ARGS) tests/browser
 
 screenshots: $(VENV)/.browser
 	.ci/install_chromium
@@ -221,7 +225,7 @@ tables: $(VENV)/.runtime
 	PYTHONPATH=docs:tests $(BIN)/python -m tools docs
 
 docs: $(VENV)/.docs
-	PYTHONPATH=docs:tests $(BIN)/python -m tools docs --built
+	PYTHONPATH=src:docs:tests $(BIN)/python -m tools docs --built
 	$(BIN)/mkdocs build --strict
 
 # 600 MB of compilers and cmake, so they are installed for this verb only.
@@ -232,6 +236,8 @@ $(VENV)/.wheel: $(BIN)/uv pyproject.toml
 wheel: $(VENV)/.wheel
 	rm -rf dist
 	$(BIN)/python .ci/wheels.py dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
 
 test-wheel: wheel $(VENV)/.dev
 	WHEELS=dist $(PYTEST) -n 0 --timeout=1800 $(PYTEST_ARGS) tests/wheel

@@ -1,52 +1,61 @@
-"""Copies the console's libraries from npm's registry, in the versions of console/package-lock.json.
+"""Bundles the console's libraries, in the versions of console/package-lock.json.
 
-npm checks their hashes. SHA256SUMS has those of the files as they are served.
+npm checks their hashes. SHA256SUMS has those of the files as they are served. Only what the console
+uses of a library is in its file: of marked that is the lexer.
 """
 
 import hashlib
+import json
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ROOT / "console" / "node_modules"
+CONSOLE = ROOT / "console"
+PACKAGES = CONSOLE / "node_modules"
 VENDOR = ROOT / "src/loraplex/frontends/console/static/vendor"
-FILES = {
-    "preact.mjs": "preact/dist/preact.mjs",
-    "hooks.mjs": "preact/hooks/dist/hooks.mjs",
-    "htm.mjs": "htm/dist/htm.mjs",
-    "marked.mjs": "marked/lib/marked.esm.js",
-    "uplot.mjs": "uplot/dist/uPlot.iife.min.js",
-    "uplot.css": "uplot/dist/uPlot.min.css",
-}
-"""Path in the packages by name."""
-IMPORTS = {"hooks.mjs": ('from"preact"', 'from"./preact.mjs"')}
-"""A browser knows no package names."""
-SUFFIXES = {"uplot.mjs": "\nexport default uPlot;\n"}
-"""Only the build that is no module is published without blanks."""
+LIBRARIES = {"preact": ("preact", "htm"), "marked": ("marked",)}
+"""Packages of each file. The file `console/NAME.js` names what it exports of them."""
 
 
-def served(name: str) -> bytes:
-    """Return a library's file as it is served."""
-    text = (PACKAGES / FILES[name]).read_text()
-    text = "".join(
-        line for line in text.splitlines(keepends=True) if "sourceMappingURL" not in line
+def write_sources_of_marked() -> None:
+    """Take marked's sources from its source map: its published file cannot be taken apart."""
+    sources = json.loads((PACKAGES / "marked/lib/marked.esm.js.map").read_text())
+    for path, content in zip(sources["sources"], sources["sourcesContent"], strict=True):
+        target = PACKAGES / "marked/lib" / path
+        target.parent.mkdir(exist_ok=True)
+        target.write_text(content)
+
+
+def bundle(name: str) -> bytes:
+    """Return a file as it is served."""
+    versions = ", ".join(
+        f"{package} {json.loads((PACKAGES / package / 'package.json').read_text())['version']}"
+        for package in LIBRARIES[name]
     )
-    old, new = IMPORTS.get(name, ("", ""))
-    if old:
-        assert text.count(old) == 1, f"{name} does not have {old} once"
-        text = text.replace(old, new)
-    return (text + SUFFIXES.get(name, "")).encode()
+    esbuild = (
+        PACKAGES / ".bin/esbuild",
+        f"{name}.js",
+        "--bundle",
+        "--minify",
+        "--format=esm",
+        "--charset=utf8",
+    )
+    banner = f"--banner:js=/* {versions}. Licences: LICENSES.txt */"
+    run = subprocess.run([*esbuild, banner], cwd=CONSOLE, check=True, stdout=subprocess.PIPE)
+    return run.stdout
 
 
 def main() -> None:
-    subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit"], cwd=PACKAGES.parent, check=True)
-    VENDOR.mkdir(parents=True, exist_ok=True)
-    contents = {name: served(name) for name in FILES}
+    subprocess.run(["npm", "ci", "--ignore-scripts", "--no-audit"], cwd=CONSOLE, check=True)
+    write_sources_of_marked()
+    contents = {f"{name}.mjs": bundle(name) for name in LIBRARIES}
     licences = [
         f"{package}\n\n{(PACKAGES / package / 'LICENSE').read_text()}"
-        for package in sorted({path.split("/")[0] for path in FILES.values()})
+        for package in sorted({package for some in LIBRARIES.values() for package in some})
     ]
     contents["LICENSES.txt"] = f"\n{'-' * 72}\n".join(licences).encode()
+    for path in VENDOR.iterdir():
+        path.unlink()
     sums = ""
     for name, content in sorted(contents.items()):
         (VENDOR / name).write_bytes(content)

@@ -120,7 +120,7 @@ def compare(
             raise ConfigError(f"{shape.name} exists as {_GGUF}TYPE only: --weights {_GGUF}Q4_K_M")
         others = peers(dict(_place(text) for text in peer or []), formats)
         ours = [
-            way.with_weights(each, others, has_gguf_files=shape.is_large)
+            way.with_weights(each, others, has_gguf_files=shape.writes_gguf)
             for each in formats
             for way in (LoraplexServer, LoraplexLibrary)
             # With a large model the library is run only where a peer is a library, too.

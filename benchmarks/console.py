@@ -41,7 +41,7 @@ REQUEST = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
 
 
 def view(url: str) -> None:
-    """Poll as lib/follow.js does."""
+    """Poll as the console's screens/live/engine.js does."""
     with httpx.Client(base_url=url, timeout=60) as client:
         last = client.get("/v1/iterations?limit=1").json()[0]["start_ns"]
         while True:

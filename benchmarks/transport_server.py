@@ -29,6 +29,7 @@ from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.models.kinds import ENSEMBLE
 from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.history import History
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.serving.draining import Draining
 from loraplex.serving.request_metrics import RequestMetrics
@@ -102,6 +103,7 @@ async def serve(values: dict[str, Any]) -> None:
         reporting = stack.enter_context(reporting_requests(settings))
         bodies = BodyMemory.of(settings, has_keys=False)
         responses = ResponseMemory.of(settings, has_keys=False)
+        latencies = Latencies(RequestMetrics())
         app = http_app(
             backend,
             draining,
@@ -110,7 +112,8 @@ async def serve(values: dict[str, Any]) -> None:
             everyone_is_local,
             reporting,
             metrics=_no_metrics,
-            latencies=Latencies(RequestMetrics()),
+            history=History(backend, latencies),
+            latencies=latencies,
             bodies=bodies,
             responses=responses,
         )

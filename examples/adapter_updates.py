@@ -90,7 +90,7 @@ class Policy:
 
     def load(self, folder: Path) -> int:
         """Replace the served adapter by the one in a folder, and return its version."""
-        body = {"name": self._name, "path": str(folder), "replace": True}
+        body = {"name": self._name, "source": str(folder), "replace": True}
         response = self._client.post("/v1/adapters", json=body)
         check(response)
         self._previous, self._digest = self._digest, response.json()["digest"]

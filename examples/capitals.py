@@ -22,8 +22,7 @@ import numpy.typing as npt
 import tritonclient.grpc.aio as triton
 from tokenizers import Tokenizer
 
-from loraplex.demo import ADAPTER_PATHS, BASE_PATH
-from loraplex.testing.running_server import PORT_FLAGS, RunningServer, running
+from loraplex import demo, testing
 
 # The exact texts of the founding example: a backslash and an n, not a line break.
 CHINESE_PROMPT = r"美国的首都在哪里? \n答案:"
@@ -50,14 +49,20 @@ class Completion:
 
 
 @contextlib.contextmanager
-def running_server() -> Iterator[RunningServer]:
+def running_server() -> Iterator[testing.RunningServer]:
     """`loraplex serve` with the shipped model on free ports, from ready to stopped."""
-    command = [sys.executable, "-m", "loraplex", "serve", str(BASE_PATH)]
+    command = [sys.executable, "-m", "loraplex", "serve", str(demo.BASE_PATH)]
     for name, task_id in TASK_IDS.items():
         if task_id is not None:
-            command += ["--adapter", f"{name}={ADAPTER_PATHS[name]},task_id={task_id}"]
-    command += [*PORT_FLAGS, "--log-level", "warning", "--max-queue-delay-microseconds", "50000"]
-    with running(command, sys.stdout) as server:
+            command += ["--adapter", f"{name}={demo.ADAPTER_PATHS[name]},task_id={task_id}"]
+    command += [
+        *testing.PORT_FLAGS,
+        "--log-level",
+        "warning",
+        "--max-queue-delay-microseconds",
+        "50000",
+    ]
+    with testing.running(command, sys.stdout) as server:
         yield server
         if (status := server.stop()) != 0:
             raise RuntimeError(f"the server ended with status {status}")
@@ -129,7 +134,7 @@ async def generate(
 async def warm_up(grpc_port: int, tokenizer: Tokenizer) -> None:
     """Send a first request of each adapter with a dummy prompt, as the founding example does."""
     async with triton.InferenceServerClient(f"127.0.0.1:{grpc_port}") as client:
-        for adapter in ADAPTER_PATHS:
+        for adapter in demo.ADAPTER_PATHS:
             await generate(client, tokenizer, "dummy", adapter)
 
 
@@ -166,7 +171,7 @@ def show(completions: list[Completion], steps: list[dict[str, int]]) -> None:
 
 
 def main() -> int:
-    tokenizer = Tokenizer.from_file(str(BASE_PATH / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(demo.BASE_PATH / "tokenizer.json"))
     print("Starting loraplex with the shipped model and two adapters ...", flush=True)
     with running_server() as server:
         asyncio.run(warm_up(server.grpc_port, tokenizer))

@@ -4,8 +4,11 @@
     python examples/fastapi_app.py MODEL --adapter chinese=path/to/adapter
     curl localhost:8080/completions --json '{"prompt": "What is the capital of France?"}'
 
-The functions of the routes are not `async`, so FastAPI runs each in a thread. `LLM` is thread-safe:
-the requests of several threads run in the same steps.
+`AsyncLLM` computes in other threads: routes await it, and the requests of several clients run in
+the same steps. `/stream` sends each piece of the text as it is computed; a client that leaves ends
+its request.
+
+    curl -N localhost:8080/stream --json '{"prompt": "What is the capital of France?"}'
 """
 
 import argparse
@@ -15,12 +18,10 @@ from typing import Annotated
 
 import fastapi
 import uvicorn
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 
-from loraplex.app.llm import LLM
-from loraplex.core.errors import CapacityError, LoraplexError, RequestError
-from loraplex.core.sampling_params import SamplingParams
+from loraplex import AsyncLLM, CapacityError, LoraplexError, RequestError, SamplingParams
 
 
 class Request(BaseModel):
@@ -44,29 +45,47 @@ def create_app(model: str, adapters: Mapping[str, str]) -> fastapi.FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: fastapi.FastAPI) -> AsyncIterator[None]:
-        with LLM(model, adapters=adapters) as llm:
+        async with AsyncLLM(model, adapters=adapters) as llm:
             app.state.llm = llm
             yield
 
     app = fastapi.FastAPI(title="Completions", lifespan=lifespan)
     app.add_exception_handler(LoraplexError, error_response)
     app.add_api_route("/completions", complete, methods=["POST"])
+    app.add_api_route("/stream", stream, methods=["POST"])
     app.add_api_route("/adapters", adapter_names, methods=["GET"])
     return app
 
 
-def complete(request: Request, http_request: fastapi.Request) -> Response:
+async def complete(request: Request, http_request: fastapi.Request) -> Response:
     """Complete a prompt with the base model or with an adapter."""
-    llm: LLM = http_request.app.state.llm
+    llm: AsyncLLM = http_request.app.state.llm
     sampling = SamplingParams(max_tokens=request.max_tokens, temperature=0.0)
-    [result] = llm.generate(request.prompt, sampling, adapter=request.adapter)
+    [result] = await llm.generate(request.prompt, sampling, adapter=request.adapter)
     adapter = result.adapter.name if result.adapter else None
     return Response(text=result.text, adapter=adapter, num_tokens=len(result.token_ids))
 
 
-def adapter_names(http_request: fastapi.Request) -> list[str]:
+async def stream(request: Request, http_request: fastapi.Request) -> StreamingResponse:
+    """Complete a prompt; send the text as it is computed."""
+    llm: AsyncLLM = http_request.app.state.llm
+    sampling = SamplingParams(max_tokens=request.max_tokens, temperature=0.0)
+    outputs = llm.stream(request.prompt, sampling, adapter=request.adapter)
+    # An error before the first token is a response of its own.
+    first = await anext(outputs)
+
+    async def texts() -> AsyncIterator[str]:
+        async with contextlib.aclosing(outputs):
+            yield first.text
+            async for output in outputs:
+                yield output.text
+
+    return StreamingResponse(texts(), media_type="text/plain; charset=utf-8")
+
+
+async def adapter_names(http_request: fastapi.Request) -> list[str]:
     """List the adapters that requests may name."""
-    llm: LLM = http_request.app.state.llm
+    llm: AsyncLLM = http_request.app.state.llm
     return [card.name for card in llm.adapters()]
 
 

@@ -47,7 +47,7 @@ class Tenant:
 
     def load(self, path: Path) -> None:
         """Load an adapter under NAME. path: a folder on the server's machine."""
-        body = {"name": NAME, "path": str(path.resolve()), "replace": True}
+        body = {"name": NAME, "source": str(path.resolve()), "replace": True}
         self.request("POST", "/v1/adapters", body)
 
     def unload(self) -> None:

@@ -1,8 +1,8 @@
 """Settings and fixtures of every test."""
 
 import atexit
+import contextlib
 import gc
-import importlib.util
 import logging
 import os
 import shutil
@@ -17,7 +17,7 @@ import pytest
 from loraplex.core.environment import let_threads_sleep
 from support.covering_cases import mark_what_soak_takes
 from support.examples import register_profiles
-from support.sampled_cases import left_to_others, part_of_slow
+from support.sampled_cases import has_no_test, left_to_others, part_of_slow
 
 # Tests start programs of `support` with `python -m`.
 _PATHS = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -30,15 +30,19 @@ atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # No public authority vouches for a server of a test, so each client reads one of 140 certificates:
 # all of them take longer than most tests. `make test-wheel` installs from an index, and a machine
 # with a GPU may have no certifi.
-if "WHEELS" not in os.environ and importlib.util.find_spec("certifi") is not None:
-    import certifi
+if "WHEELS" not in os.environ:
+    with contextlib.suppress(ModuleNotFoundError):
+        import certifi
 
-    first, end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
-    os.environ["SSL_CERT_FILE"] = os.path.join(os.environ["XDG_STATE_HOME"], "certificate.pem")
-    Path(os.environ["SSL_CERT_FILE"]).write_text(first + end)
+        first, end, _ = certifi.contents().partition("-----END CERTIFICATE-----\n")
+        os.environ["SSL_CERT_FILE"] = os.path.join(os.environ["XDG_STATE_HOME"], "certificate.pem")
+        Path(os.environ["SSL_CERT_FILE"]).write_text(first + end)
 
 # Several test processes share few cores: before anything imports torch.
 let_threads_sleep()
+
+# bitsandbytes compiles functions when PEFT imports it, which imports 550 modules of torch.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 # Without a GPU its kernels are interpreted. Triton reads this when it meets a kernel.
 if not Path("/dev/nvidiactl").exists():
@@ -53,6 +57,13 @@ _FOLDERS = ("e2e", "golden", "property", "unit/kernels", "contract", "")
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "take the K-th of N parts of the slow tests"
     parser.addoption("--slow-part", metavar="K/N", type=part_of_slow, help=help_text)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file, in each process, whose tests are all left out. A named file is imported."""
+    if collection_path.suffix != ".py" or f"{collection_path.name}" in " ".join(config.args):
+        return None
+    return has_no_test(collection_path.read_text("utf-8"), config.option.markexpr) or None
 
 
 @pytest.hookimpl(wrapper=True)

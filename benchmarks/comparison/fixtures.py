@@ -7,6 +7,7 @@ follows from the shape and the seed. Needs no torch.
 
 import contextlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from comparison.fixture_tokenizer import (
     write_tokenizer,
 )
 from comparison.gguf_model import write_gguf_model
-from comparison.shapes import ModelShape
+from comparison.shapes import HybridShape, ModelShape
 from comparison.systems import Adapter
 from loraplex.bench.random_adapters import (
     MODULES,
@@ -39,7 +40,11 @@ _MAX_MODEL_LEN = 2048
 _ADAPTER_SHARE = 0.5
 """How large an adapter's change of a linear layer's output is, compared with the output."""
 _BIAS_DEVIATION = 0.1
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
 _ROWS_AT_ONCE = 8192
 _HEADER_ALIGNMENT = 8
 """Bytes, of the JSON header of a safetensors file."""
@@ -56,7 +61,8 @@ def adapter_kind(rank: int, modules: tuple[str, ...]) -> AdapterKind:
     )
 
 
-RANK_8 = adapter_kind(8, ("q_proj", "k_proj", "v_proj"))
+RANK_8 = adapter_kind(8, ("q_proj", "k_proj", "v_proj", "in_proj_qkv"))
+"""Changes what attention reads, and what a delta rule reads in its place."""
 RANK_64 = adapter_kind(64, MODULES)
 
 
@@ -190,14 +196,16 @@ def _values(
     if name.endswith(".bias"):
         return draws.standard_normal(size, dtype=np.float32) * np.float32(_BIAS_DEVIATION)
     if len(size) == 1:
-        return np.ones(size, np.float32)
+        # Norms of a Qwen 3.5 multiply by one more than their numbers, but for the delta rule's.
+        is_centered = isinstance(shape, HybridShape) and name.endswith("norm.weight")
+        return np.full(size, not is_centered or "linear_attn" in name, np.float32)
     values = draws.standard_normal(size, dtype=np.float32)
     is_embedding = name == "model.embed_tokens.weight"
     if is_embedding and not shape.is_tied:
         return values
     if is_embedding or name == "lm_head.weight":
         values[:FIRST_WORD_ID] = 0
-    values /= np.float32(size[1] ** 0.5)
+    values /= np.float32(math.prod(size[1:]) ** 0.5)
     return values
 
 
@@ -222,7 +230,29 @@ def _write_config(folder: Path, shape: ModelShape) -> None:
         "mlp_bias": False,
         "tie_word_embeddings": shape.is_tied,
         "torch_dtype": "bfloat16",
+        **(_hybrid_fields(shape) if isinstance(shape, HybridShape) else {}),
         **tokens,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(tokens, indent=2) + "\n")
+
+
+def _hybrid_fields(shape: HybridShape) -> dict[str, object]:
+    return {
+        "layer_types": [
+            "full_attention" if shape.has_attention(number) else "linear_attention"
+            for number in range(shape.num_layers)
+        ],
+        "linear_conv_kernel_dim": shape.num_taps,
+        "linear_key_head_dim": shape.delta_head_size,
+        "linear_value_head_dim": shape.delta_head_size,
+        "linear_num_key_heads": shape.num_key_heads,
+        "linear_num_value_heads": shape.num_value_heads,
+        # llama.cpp's converter of adapters reads no configuration without one.
+        "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": shape.rope_theta,
+            "partial_rotary_factor": 0.25,
+        },
+    }

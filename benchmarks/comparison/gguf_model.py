@@ -22,7 +22,7 @@ from comparison.fixture_tokenizer import (
     token_texts,
 )
 from comparison.gguf_blocks import random_rows
-from comparison.shapes import ModelShape
+from comparison.shapes import HybridShape, ModelShape
 from loraplex.core.errors import ConfigError
 from loraplex.core.gguf import BlockType
 
@@ -54,6 +54,22 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_HYBRID_NAMES = _NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+_ARCHITECTURES = {"qwen3_5_text": "qwen35"}
+"""Names of architectures that are not those in config.json."""
 _BIAS_DEVIATION = 0.1
 _SEED = 20261
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
@@ -67,7 +83,7 @@ def tensor_types(shape: ModelShape, gguf_type: str) -> dict[str, BlockType]:
     most, more_bits, _ = _MIXES[gguf_type]
 
     def type_of(name: str, size: tuple[int, ...]) -> BlockType:
-        if len(size) == 1:
+        if len(size) == 1 or "conv1d" in name:
             return BlockType.F32
         if name == "lm_head.weight" or (shape.is_tied and name == "model.embed_tokens.weight"):
             return more_bits
@@ -97,10 +113,13 @@ def tensor_bytes(size: tuple[int, ...], kind: BlockType) -> int:
 def write_gguf_model(path: Path, shape: ModelShape, gguf_type: str) -> None:
     """Write the file, one tensor after another: only one is in memory. Raises ConfigError."""
     types = tensor_types(shape, gguf_type)
-    sizes = shape.tensors()
+    sizes = {
+        name: (size[0], *size[2:]) if "conv1d" in name else size
+        for name, size in shape.tensors().items()
+    }
     infos, offset = [], 0
     for name, kind in types.items():
-        infos.append(_tensor_info(_name_in_file(name), sizes[name], kind, offset))
+        infos.append(_tensor_info(_name_in_file(shape, name), sizes[name], kind, offset))
         offset += _aligned(tensor_bytes(sizes[name], kind))
     entries = [*_metadata(shape, gguf_type)]
     head = b"GGUF" + struct.pack("<IQQ", 3, len(types), len(entries))
@@ -133,7 +152,11 @@ def _tensor(
         case (count,) if name.endswith(".bias"):
             return draws.standard_normal(count, dtype=np.float32) * np.float32(_BIAS_DEVIATION)
         case (count,):
-            return np.ones(count, np.float32)
+            # The file has the rate of decay itself, which the folder has the logarithm of.
+            return np.full(count, -math.e if name.endswith("A_log") else 1, np.float32)
+        case (rows, columns) if kind is BlockType.F32:
+            values = draws.standard_normal((rows, columns), dtype=np.float32)
+            return values * np.float32(columns**-0.5)
         case (rows, columns):
             is_embedding = name == "model.embed_tokens.weight"
             is_output = name == "lm_head.weight" or (is_embedding and shape.is_tied)
@@ -144,13 +167,15 @@ def _tensor(
             raise AssertionError(f"{name} is a vector or a matrix")
 
 
-def _name_in_file(name: str) -> str:
+def _name_in_file(shape: ModelShape, name: str) -> str:
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     path, _, kind = name.rpartition(".")
     if path in whole:
         return f"{whole[path]}.{kind}"
-    _, _, number, part = path.split(".", 3)
-    return f"blk.{number}.{_NAMES[part]}.{kind}"
+    names = _HYBRID_NAMES if isinstance(shape, HybridShape) else _NAMES
+    _, _, number, part = name.split(".", 3)
+    own = names.get(part) or f"{names[part.removesuffix(f'.{kind}')]}.{kind}"
+    return f"blk.{number}.{own}"
 
 
 def _tensor_info(name: str, size: tuple[int, ...], kind: BlockType, offset: int) -> bytes:
@@ -160,7 +185,8 @@ def _tensor_info(name: str, size: tuple[int, ...], kind: BlockType, offset: int)
 
 
 def _metadata(shape: ModelShape, gguf_type: str) -> Iterator[bytes]:
-    architecture = shape.family
+    architecture = _ARCHITECTURES.get(shape.family, shape.family)
+    hybrid = _hybrid_fields(shape) if isinstance(shape, HybridShape) else {}
     numbers: Mapping[str, int | float | bool | str] = {
         "general.architecture": architecture,
         "general.name": shape.folder,
@@ -176,6 +202,7 @@ def _metadata(shape: ModelShape, gguf_type: str) -> Iterator[bytes]:
         f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5,
         f"{architecture}.rope.dimension_count": shape.head_size,
         f"{architecture}.rope.freq_base": shape.rope_theta,
+        **{f"{architecture}.{name}": value for name, value in hybrid.items()},
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.bos_token_id": BOS_ID,
@@ -186,6 +213,9 @@ def _metadata(shape: ModelShape, gguf_type: str) -> Iterator[bytes]:
     }
     for key, value in numbers.items():
         yield _string(key) + _value(value)
+    if hybrid:
+        sections = np.array([1, 1, 1, 0], "<i4").tobytes()
+        yield _string(f"{architecture}.rope.dimension_sections") + _array(_INT32, 4, sections)
     texts = token_texts(shape.vocab_size)
     kinds = [_token_type(token_id) for token_id in range(len(texts))]
     encoded = b"".join(map(_string, texts))
@@ -195,6 +225,20 @@ def _metadata(shape: ModelShape, gguf_type: str) -> Iterator[bytes]:
     yield _string("tokenizer.ggml.scores") + _array(_FLOAT32, len(texts), scores.tobytes())
     encoded_kinds = np.array(kinds, "<i4").tobytes()
     yield _string("tokenizer.ggml.token_type") + _array(_INT32, len(texts), encoded_kinds)
+
+
+def _hybrid_fields(shape: HybridShape) -> dict[str, int | float]:
+    return {
+        "rope.dimension_count": shape.head_size // 4,
+        "attention.key_length": shape.head_size,
+        "attention.value_length": shape.head_size,
+        "ssm.conv_kernel": shape.num_taps,
+        "ssm.state_size": shape.delta_head_size,
+        "ssm.group_count": shape.num_key_heads,
+        "ssm.time_step_rank": shape.num_value_heads,
+        "ssm.inner_size": shape.delta_head_size * shape.num_value_heads,
+        "full_attention_interval": shape.interval,
+    }
 
 
 def _token_type(token_id: int) -> int:

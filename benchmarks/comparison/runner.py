@@ -286,7 +286,7 @@ class Comparison:
             cache=self._fixture.converted,
             work=self._work,
             log=self._work / "log",
-            gguf_file=self._fixture.gguf_file if self._fixture.shape.is_large else None,
+            gguf_file=self._fixture.gguf_file if self._fixture.shape.writes_gguf else None,
         )
 
 

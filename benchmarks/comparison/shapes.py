@@ -23,8 +23,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     ffn_size: int
     vocab_size: int = 32000
-    family: Literal["llama", "qwen2"] = "llama"
-    """Value of model_type in config.json, and of the architecture in a GGUF file."""
+    family: Literal["llama", "qwen2", "qwen3_5_text"] = "llama"
+    """Value of model_type in config.json."""
     rope_theta: float = 10000.0
     is_tied: bool = False
     """Whether the embedding is the output layer, too."""
@@ -32,6 +32,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     is_large: bool = False
     has_folder_weights: bool = True
     """Whether the folder has weights in bfloat16. Without them there are GGUF files only."""
+
+    @property
+    def writes_gguf(self) -> bool:
+        """Whether GGUF files are written as such, and not converted from the folder."""
+        return self.is_large
 
     @property
     def head_size(self) -> int:
@@ -44,7 +49,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def folder(self) -> str:
         """Name of the model's folder, which is what a server calls the model."""
-        return self.name if self.name.startswith(self.family) else f"{self.family}-{self.name}"
+        is_named = self.name.startswith((self.family, "qwen"))
+        return self.name if is_named else f"{self.family}-{self.name}"
 
     @property
     def num_parameters(self) -> int:
@@ -68,19 +74,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             for name, size in sizes.items()
         }
 
+    def other_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the layers' tensors by name, but for linear layers and norms of inputs."""
+        return {}
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all weights by their names in the folder; a matrix is (out, in)."""
         hidden = self.hidden_size
         found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        linear = self.linear_shapes()
+        linear, others = self.linear_shapes(), self.other_shapes()
         for number in range(self.num_layers):
             layer = f"model.layers.{number}"
             found[f"{layer}.input_layernorm.weight"] = (hidden,)
             for path, size in linear.items():
-                if path.startswith(f"{layer}.self_attn."):
+                if path.startswith(f"{layer}.") and ".mlp." not in path:
                     found[f"{path}.weight"] = size
                     if self.has_qkv_bias and not path.endswith("o_proj"):
                         found[f"{path}.bias"] = size[:1]
+            found |= {name: size for name, size in others.items() if name.startswith(f"{layer}.")}
             found[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
             found |= {
                 f"{path}.weight": size
@@ -89,6 +100,77 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             }
         found["model.norm.weight"] = (hidden,)
         return found if self.is_tied else found | {"lm_head.weight": (self.vocab_size, hidden)}
+
+
+class HybridShape(ModelShape, frozen=True, kw_only=True):
+    """Sizes of a Qwen 3.5: three layers with a gated delta rule, then one of attention."""
+
+    attention_head_size: int
+    num_key_heads: int
+    num_value_heads: int
+    delta_head_size: int
+    """Size of the heads of the delta rule, of keys and of values."""
+    interval: int = 4
+    num_taps: int = 4
+
+    @property
+    def writes_gguf(self) -> bool:
+        return True
+
+    @property
+    def head_size(self) -> int:
+        return self.attention_head_size
+
+    @property
+    def num_channels(self) -> int:
+        """Queries, keys and values of the delta rule: what its convolution reads."""
+        return (2 * self.num_key_heads + self.num_value_heads) * self.delta_head_size
+
+    def has_attention(self, number: int) -> bool:
+        return number % self.interval == self.interval - 1
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        hidden, ffn = self.hidden_size, self.ffn_size
+        queries = self.num_heads * self.head_size
+        values = self.num_value_heads * self.delta_head_size
+        attention = {
+            # With the gate of each head.
+            "self_attn.q_proj": (2 * queries, hidden),
+            "self_attn.k_proj": (self.kv_size, hidden),
+            "self_attn.v_proj": (self.kv_size, hidden),
+            "self_attn.o_proj": (hidden, queries),
+        }
+        delta = {
+            "linear_attn.in_proj_qkv": (self.num_channels, hidden),
+            "linear_attn.in_proj_z": (values, hidden),
+            "linear_attn.in_proj_b": (self.num_value_heads, hidden),
+            "linear_attn.in_proj_a": (self.num_value_heads, hidden),
+            "linear_attn.out_proj": (hidden, values),
+        }
+        mlp = {
+            "mlp.gate_proj": (ffn, hidden),
+            "mlp.up_proj": (ffn, hidden),
+            "mlp.down_proj": (hidden, ffn),
+        }
+        return {
+            f"model.layers.{number}.{name}": size
+            for number in range(self.num_layers)
+            for name, size in ((attention if self.has_attention(number) else delta) | mlp).items()
+        }
+
+    def other_shapes(self) -> dict[str, tuple[int, ...]]:
+        attention = {f"self_attn.{part}_norm.weight": (self.head_size,) for part in "qk"}
+        delta = {
+            "linear_attn.conv1d.weight": (self.num_channels, 1, self.num_taps),
+            "linear_attn.A_log": (self.num_value_heads,),
+            "linear_attn.dt_bias": (self.num_value_heads,),
+            "linear_attn.norm.weight": (self.delta_head_size,),
+        }
+        return {
+            f"model.layers.{number}.{name}": size
+            for number in range(self.num_layers)
+            for name, size in (attention if self.has_attention(number) else delta).items()
+        }
 
 
 TINY = ModelShape(
@@ -123,7 +205,35 @@ LLAMA_8B = ModelShape(
     is_large=True,
     has_folder_weights=False,
 )
-SHAPES = {shape.name: shape for shape in (TINY, SMALL, QWEN_1_5B, LLAMA_8B)}
+# Of the width, the layers and the parameters of the two Llamas, with the proportions of Qwen 3.5.
+TINY_HYBRID = HybridShape(
+    name="qwen3.5-tiny",
+    family="qwen3_5_text",
+    hidden_size=512,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    attention_head_size=128,
+    num_key_heads=2,
+    num_value_heads=4,
+    delta_head_size=128,
+    ffn_size=1216,
+)
+SMALL_HYBRID = HybridShape(
+    name="qwen3.5-small",
+    family="qwen3_5_text",
+    hidden_size=2048,
+    num_layers=16,
+    num_heads=8,
+    num_kv_heads=2,
+    attention_head_size=256,
+    num_key_heads=16,
+    num_value_heads=16,
+    delta_head_size=128,
+    ffn_size=4160,
+)
+_ALL: tuple[ModelShape, ...] = (TINY, SMALL, QWEN_1_5B, LLAMA_8B, TINY_HYBRID, SMALL_HYBRID)
+SHAPES = {shape.name: shape for shape in _ALL}
 
 
 def find_shape(name: str) -> ModelShape:

@@ -13,6 +13,7 @@ from loraplex.models.config_fields import ConfigFields
 from loraplex.models.registry import ARCHITECTURES
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
+from loraplex.models.specs.latent import LatentSpec
 
 _ABOUT: Final = Path(__file__).with_name("models_about.md")
 _TABLE: Final = "<!-- tables -->"
@@ -31,9 +32,19 @@ _SIZES: Final[Mapping[str, Any]] = MappingProxyType(
         "sliding_window": 16,
         "use_sliding_window": True,
         "max_window_layers": 4,
+        "full_attn_idxs": [2, 5],
     }
 )
 """Small model by the names of every family."""
+_OWN_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+        "BambaForCausalLM": {"attn_layer_indices": [3]},
+        "NemotronHForCausalLM": {"hybrid_override_pattern": "ME*-" * (_NUM_LAYERS // 4)},
+        "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * (_NUM_LAYERS // 2)},
+    }
+)
+"""Fields that a family requires, or without which its layers are all of one kind."""
 
 
 def models_page() -> str:
@@ -62,16 +73,20 @@ def _table() -> Iterator[str]:
 
 
 def _spec(architecture: str) -> ModelSpec:
-    fields = {**_SIZES, "architectures": [architecture], "text_config": dict(_SIZES)}
+    sizes = {**_SIZES, **_OWN_FIELDS.get(architecture, {})}
+    fields = {**sizes, "architectures": [architecture], "text_config": sizes}
     return ARCHITECTURES[architecture](ConfigFields(fields, architecture))
 
 
 def _positions(spec: ModelSpec) -> str:
     if spec.has_position_table:
-        return "learned"
+        return "sines" if spec.sinusoid_step else "learned"
     mixers = list(spec.mixers_of(AttentionSpec))
     ropes = [attention.rope for attention in mixers]
+    ropes += [attention.rope for attention in spec.mixers_of(LatentSpec)]
     rotating = next((rope for rope in ropes if rope is not None), None)
+    if rotating is None and any(attention.position_bias for attention in mixers):
+        return "biases by distance"
     if rotating is None:
         return "ALiBi" if any(attention.alibi_slopes for attention in mixers) else "none"
     part = rotating.rotary_dim(1000) / 1000

@@ -28,6 +28,13 @@ OPENAI_STREAM_OPTIONS: Final = _names(
     "stream_options.include_usage stream_options.include_obfuscation"
 )
 
+OPENAI_EMBEDDINGS: Final = _names("input model dimensions encoding_format user")
+
+VLLM_CLASSIFY: Final = _names(
+    "model user truncate_prompt_tokens truncation_side request_id priority cache_salt "
+    "add_special_tokens input messages use_activation add_generation_prompt chat_template_kwargs"
+)
+
 OPENAI_RESPONSES: Final = _names(
     "input model access_programs background background_options context_management conversation "
     "image include instructions max_output_tokens max_tool_calls metadata moderation "

@@ -4,6 +4,9 @@ send to the routes that generate, and what is done with it.
 
 import re
 from collections.abc import Iterator
+from typing import Final
+
+import msgspec
 
 from loraplex.core.support import Feature, Section, Support
 from loraplex.frontends.openai import openai_routes
@@ -11,18 +14,28 @@ from loraplex.frontends.openai.absent_routes import ABSENT
 from loraplex.frontends.openai.adapter_fields import ADAPTER_HEADER
 from loraplex.frontends.openai.lorax.endpoints import REFUSED as LORAX_REFUSED
 from loraplex.frontends.openai.lorax.schema import Parameters
+from loraplex.frontends.openai.pooled import REFUSED as POOLED_REFUSED
 from loraplex.frontends.openai.responses_api import refusals as of_responses
 from loraplex.frontends.openai.responses_api.schema import ResponsesBody
 from loraplex.frontends.openai.schema import (
     ChatBody,
+    ClassifyBody,
+    CohereEmbedBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     JsonBody,
+    PooledBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
     StreamOptions,
+    TeiEmbedBody,
+    TeiPredictBody,
     TokenizeBody,
 )
 from loraplex.frontends.openai.unsupported import REFUSED, WITHOUT_EFFECT
-from loraplex.frontends.structured_outputs import SERVED_KINDS
+from loraplex.frontends.structured_outputs import SERVED_FIELDS
 from support.echo_service import EchoService
 from tools import openai_names as names
 from tools.markdown import page
@@ -52,6 +65,36 @@ def sections() -> Iterator[Section]:
         "`stream_options` are the same in completions.",
     )
     yield _messages()
+    yield Section(
+        "Embeddings",
+        tuple(
+            msgspec.structs.replace(
+                feature(EmbeddingBody, name), is_ours=name not in names.OPENAI_EMBEDDINGS
+            )
+            for name in EmbeddingBody.model_fields
+        ),
+        "Of `POST /v1/embeddings`; more in [Embeddings](embeddings.md).",
+    )
+    for title, body, about in _POOLED:
+        fields = tuple(
+            feature(body, name) for name in body.model_fields if name not in PooledBody.model_fields
+        )
+        refused = tuple(
+            Feature(row.field, Support.REFUSED, row.advice)
+            for row in POOLED_REFUSED.values()
+            if row.field not in body.model_fields
+        )
+        yield Section(title, (*fields, *refused), about)
+    yield Section(
+        "Classification",
+        tuple(
+            msgspec.structs.replace(
+                feature(ClassifyBody, name), is_ours=name not in names.VLLM_CLASSIFY
+            )
+            for name in ClassifyBody.model_fields
+        ),
+        "Of `POST /classify` and `POST /v1/classify`; more in [Classification](classification.md).",
+    )
     yield Section(
         "OpenAI: responses",
         tuple(responses_feature(name) for name in names.OPENAI_RESPONSES),
@@ -116,6 +159,16 @@ def responses_feature(name: str) -> Feature:
     row = of_responses.BY_FIELD[name]
     return Feature(name, Support.REFUSED, row.advice)
 
+
+_SHARED = f"And as in embeddings: {', '.join(f'`{name}`' for name in PooledBody.model_fields)}."
+_POOLED: Final = (
+    ("vLLM and SGLang: /score", ScoreBody, _SHARED),
+    ("vLLM, Jina, Cohere and TEI: /rerank", RerankBody, _SHARED),
+    ("vLLM: /pooling", PoolingBody, "Further fields: those of embeddings."),
+    ("Cohere: /v2/embed", CohereEmbedBody, _SHARED),
+    ("TEI: /embed", TeiEmbedBody, _SHARED),
+    ("TEI: /predict", TeiPredictBody, _SHARED),
+)
 
 _NO_EFFECT = {row.name: row for row in WITHOUT_EFFECT}
 _REFUSED = {row.field: Feature(row.field, Support.REFUSED, row.advice) for row in REFUSED}
@@ -183,7 +236,7 @@ def _messages() -> Section:
 
 def _structured_outputs() -> Section:
     rows = (
-        Feature(name, Support.WORKS if name in SERVED_KINDS else Support.REFUSED)
+        Feature(name, Support.WORKS if name in SERVED_FIELDS else Support.REFUSED)
         for name in names.VLLM_STRUCTURED_OUTPUTS
     )
     return Section("vLLM: structured_outputs", tuple(rows), "One of them; false is neutral.")

@@ -73,7 +73,7 @@ void check(const loraplex_attention_step &step) {
     if (step.num_rows < 0 || step.num_kv_heads < 1 || step.head_dim < 1 || step.block_size < 1 ||
         step.num_heads < 1 || step.num_heads % step.num_kv_heads != 0 || step.sliding_window < 0 ||
         step.num_sink_tokens < 0 || !std::isfinite(step.scale) || !std::isfinite(step.soft_cap) ||
-        step.soft_cap < 0.0f) {
+        step.soft_cap < 0.0f || (step.is_causal != 0 && step.is_causal != 1)) {
         throw std::invalid_argument("attention step");
     }
 }
@@ -93,7 +93,8 @@ void for_each_tile(const loraplex_attention_step &step, std::int64_t queries_per
                              std::min(queries_per_tile, num_queries - done), 0, 0, 0, -1};
             const std::int64_t last = result.first_position + result.num_queries - 1;
             result.first_split = first_key(step, result.first_position) / kSplitKeys;
-            result.end_split = last / kSplitKeys + 1;
+            const std::int64_t end = end_key(step, step.seq_lens[row], last);
+            result.end_split = (end - 1) / kSplitKeys + 1;
             result.num_sink_splits = std::min(
                 result.first_split, (step.num_sink_tokens + kSplitKeys - 1) / kSplitKeys);
             body(result);
@@ -154,14 +155,46 @@ void fill(const loraplex_attention_step &step, Cut &cut) {
     });
 }
 
+// Queries and outputs [tokens, heads * head_dim], whose type only these functions know: the rest of
+// the op is compiled once for all types.
+template <typename A>
+struct QueryRows {
+    const void *query;
+    std::int64_t query_stride;
+    void *output;
+    std::int64_t output_stride;
+    // target[0 : count] = the query's elements from `first` on
+    void (*read)(const void *query, std::int64_t first, std::int64_t count, A *target);
+    // output[first : first + count] = values * factor / sum
+    void (*write)(const float *values, float factor, float sum, std::int64_t count, void *output,
+                  std::int64_t first);
+};
+
+template <typename T, typename A>
+void read_query(const void *query, std::int64_t first, std::int64_t count, A *target) {
+    const T *source = static_cast<const T *>(query) + first;
+    for (std::int64_t i = 0; i < count; ++i) {
+        target[i] = narrow<A>(widen(source[i]));
+    }
+}
+
+template <typename T>
+void write_quotients(const float *values, float factor, float sum, std::int64_t count,
+                     void *output, std::int64_t first) {
+    T *target = static_cast<T *>(output) + first;
+    for (std::int64_t i = 0; i < count; ++i) {
+        target[i] = narrow<T>(values[i] * factor / sum);
+    }
+}
+
 // One call of the op. A is what meets keys and values (attention_tile.h).
-template <typename T, typename KV, typename A>
+template <typename KV, typename A>
 class PagedAttention {
 public:
     PagedAttention(loraplex_pool &pool, const loraplex_attention_step &step, PagedKeys<KV> keys,
-                   const float *sink_logits, Matrix<const T> query, Matrix<T> output)
-        : pool_(pool), step_(step), keys_(keys), sink_logits_(sink_logits), query_(query),
-          output_(output), heads_per_kv_(step.num_heads / step.num_kv_heads) {}
+                   const float *sink_logits, PositionBias position_bias, const QueryRows<A> &rows)
+        : pool_(pool), step_(step), keys_(keys), sink_logits_(sink_logits),
+          position_bias_(position_bias), rows_(rows), heads_per_kv_(step.num_heads / step.num_kv_heads) {}
 
     void run() {
         cut_ = count(step_, pool_.num_threads());
@@ -235,7 +268,8 @@ private:
         const auto attention = [&](std::int64_t head) {
             return TileAttention<KV, A>{
                 step_, keys_, step_.block_tables + tile.row * step_.block_table_stride,
-                unit.first_head + head, tile.first_position, tile.num_queries, heads_per_kv_,
+                unit.first_head + head, step_.seq_lens[tile.row], position_bias_,
+                tile.first_position, tile.num_queries, heads_per_kv_,
                 {queries.row(head * num_rows), queries.stride}, scores, weights};
         };
         const auto run_split = [&](std::int64_t split, const auto &state_of) {
@@ -285,11 +319,8 @@ private:
     void read_queries(const QueryTile &tile, std::int64_t head, Matrix<A> queries) const {
         const std::int64_t row_size = heads_per_kv_ * step_.head_dim;
         for (std::int64_t q = 0; q < tile.num_queries; ++q) {
-            const T *source = query_.row(tile.first_token + q) + head * row_size;
-            A *target = queries.row(q * heads_per_kv_);
-            for (std::int64_t i = 0; i < row_size; ++i) {
-                target[i] = narrow<A>(widen(source[i]));
-            }
+            rows_.read(rows_.query, (tile.first_token + q) * rows_.query_stride + head * row_size,
+                       row_size, queries.row(q * heads_per_kv_));
         }
     }
 
@@ -299,10 +330,10 @@ private:
         const std::int64_t dim = step_.head_dim;
         const std::int64_t first_head = kv_head * heads_per_kv_;
         for (std::int64_t q = 0; q < tile.num_queries; ++q) {
-            T *target = output_.row(tile.first_token + q) + first_head * dim;
+            const std::int64_t first =
+                (tile.first_token + q) * rows_.output_stride + first_head * dim;
             for (std::int64_t h = 0; h < heads_per_kv_; ++h) {
                 const std::int64_t row = q * heads_per_kv_ + h;
-                const float *values = total.values().row(row);
                 float sum = total.sum_of_weights(row), factor = 1.0f;
                 if (sink_logits_ != nullptr) {
                     const float sink = sink_logits_[first_head + h] * kLog2E;
@@ -310,9 +341,8 @@ private:
                     factor = exp2(total.maxima[row] - largest);
                     sum = sum * factor + exp2(sink - largest);
                 }
-                for (std::int64_t d = 0; d < dim; ++d) {
-                    target[h * dim + d] = narrow<T>(values[d] * factor / sum);
-                }
+                rows_.write(total.values().row(row), factor, sum, dim, rows_.output,
+                            first + h * dim);
             }
         }
     }
@@ -321,8 +351,8 @@ private:
     const loraplex_attention_step &step_;
     PagedKeys<KV> keys_;
     const float *sink_logits_;
-    Matrix<const T> query_;
-    Matrix<T> output_;
+    PositionBias position_bias_;
+    QueryRows<A> rows_;
     std::int64_t heads_per_kv_;
     std::int64_t tile_rows_ = 0;  // of a whole tile and one key head
     float *partials_ = nullptr;
@@ -331,18 +361,18 @@ private:
     Cut cut_{};
 };
 
-// body(A{}): products by pairs of bfloat16 where the CPU has fast ones.
-template <typename T, typename KV, typename Body>
-void with_arithmetic([[maybe_unused]] std::uint64_t cpu_features, const Body &body) {
+// body(A{}) with products by pairs of bfloat16 where the CPU has fast ones.
+template <typename KV, typename Body>
+loraplex_status with_arithmetic([[maybe_unused]] std::uint64_t cpu_features,
+                                [[maybe_unused]] loraplex_dtype dtype, const Body &body) {
 #if defined(LORAPLEX_ISA_X86_64_V4)
-    if constexpr (std::is_same_v<T, Bfloat16> && std::is_same_v<KV, Bfloat16>) {
-        if ((cpu_features & LORAPLEX_CPU_AVX512_BF16) != 0) {
-            body(Bfloat16{});
-            return;
+    if constexpr (std::is_same_v<KV, Bfloat16>) {
+        if (dtype == LORAPLEX_BFLOAT16 && (cpu_features & LORAPLEX_CPU_AVX512_BF16) != 0) {
+            return body(Bfloat16{});
         }
     }
 #endif
-    body(float{});
+    return body(float{});
 }
 
 }  // namespace
@@ -351,26 +381,32 @@ void with_arithmetic([[maybe_unused]] std::uint64_t cpu_features, const Body &bo
 loraplex_status loraplex_paged_attention(loraplex_pool *pool, const loraplex_attention_step *step,
                                          loraplex_dtype kv_dtype, const void *keys,
                                          const void *values, const float *sink_logits,
+                                         const float *position_bias, int64_t max_distance,
                                          loraplex_dtype dtype, const void *query,
                                          int64_t query_stride, void *output,
                                          int64_t output_stride) {
     using namespace loraplex;
     return guarded([&] {
         check(*step);
-        return for_dtype(dtype, [&](auto element) {
-            return for_kv_dtype(kv_dtype, [&](auto kv_element) {
-                using T = decltype(element);
-                using KV = decltype(kv_element);
-                const Op op(*pool);
-                with_arithmetic<T, KV>(pool->cpu_features(), [&](auto factor) {
-                    PagedAttention<T, KV, decltype(factor)>(
-                        *pool, *step,
-                        {static_cast<const KV *>(keys), static_cast<const KV *>(values)},
-                        sink_logits, {static_cast<const T *>(query), query_stride},
-                        {static_cast<T *>(output), output_stride})
-                        .run();
+        if (max_distance < 0) {
+            throw std::invalid_argument("attention bias");
+        }
+        const PositionBias bias = {position_bias, max_distance};
+        return for_kv_dtype(kv_dtype, [&]<typename KV>(KV) {
+            const PagedKeys<KV> paged = {static_cast<const KV *>(keys),
+                                         static_cast<const KV *>(values)};
+            return with_arithmetic<KV>(pool->cpu_features(), dtype, [&]<typename A>(A) {
+                QueryRows<A> rows = {query, query_stride, output, output_stride, {}, {}};
+                const loraplex_status status = for_dtype(dtype, [&]<typename T>(T) {
+                    rows.read = &read_query<T, A>;
+                    rows.write = &write_quotients<T>;
+                    return LORAPLEX_OK;
                 });
-                return LORAPLEX_OK;
+                if (status == LORAPLEX_OK) {
+                    const Op op(*pool);
+                    PagedAttention<KV, A>(*pool, *step, paged, sink_logits, bias, rows).run();
+                }
+                return status;
             });
         });
     });

@@ -32,6 +32,39 @@ inline std::int64_t first_key(const loraplex_attention_step &step, std::int64_t 
     return step.sliding_window == 0 || first <= step.num_sink_tokens ? 0 : first;
 }
 
+// Where the keys end that the position sees, in a row of seq_len positions.
+inline std::int64_t end_key(const loraplex_attention_step &step, std::int64_t seq_len,
+                            std::int64_t position) {
+    if (step.is_causal != 0) {
+        return position + 1;
+    }
+    return step.sliding_window == 0 ? seq_len : std::min(seq_len, position + step.sliding_window);
+}
+
+// Numbers that are added to scores by the distance of key and query, [num_heads, 2 * max_distance +
+// 1]. Beyond the maximum they are those of the maximum.
+struct PositionBias {
+    const float *numbers;  // or null
+    std::int64_t max_distance;
+
+    // target[i] += factor * the number of distance + i
+    void add(std::int64_t head, std::int64_t distance, float factor, float *target) const {
+        const float *row = numbers + head * (2 * max_distance + 1) + max_distance;
+        float own[kTileKeys];
+        const float *source = own;
+        if (distance >= -max_distance && distance + kTileKeys - 1 <= max_distance) {
+            source = row + distance;
+        } else {
+            for (std::int64_t i = 0; i < kTileKeys; ++i) {
+                own[i] = row[std::clamp(distance + i, -max_distance, max_distance)];
+            }
+        }
+        for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
+            store(target + i, multiply_add(broadcast(factor), load(source + i), load(target + i)));
+        }
+    }
+};
+
 // The chains of a sum of weights: as many on every instruction set, so that all give its bits.
 inline constexpr int kSumChains = 16;
 
@@ -96,6 +129,31 @@ struct SoftmaxState {
     Matrix<float> sums;  // [num_rows, kSumChains + head_dim]: of weights, and of weighted values
 };
 
+// Makes the weights of a row's scores, which have log2(e), and prepares the state for their values.
+// Weights are summed as they are rounded, so that the shares of values are 1 together.
+template <typename A>
+inline void weigh(const float *scores, std::int64_t row, A *weights, SoftmaxState &state) {
+    Floats maxima = load(scores);
+    for (std::int64_t i = kLanes; i < kTileKeys; i += kLanes) {
+        maxima = maximum(maxima, load(scores + i));
+    }
+    state.set_maximum(row, std::max(state.maxima[row], max_lane(maxima)));
+    const Floats largest = broadcast(state.maxima[row]);
+    float *sums = state.sums.row(row);
+    Floats chains[kSumChains / kLanes];
+    for (int i = 0; i < kSumChains / kLanes; ++i) {
+        chains[i] = load(sums + i * kLanes);
+    }
+    for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
+        Arithmetic<A>::store_factor(weights + i, exp2(subtract(load(scores + i), largest)));
+        Floats &chain = chains[i / kLanes % (kSumChains / kLanes)];
+        chain = add(chain, load(weights + i));
+    }
+    for (int i = 0; i < kSumChains / kLanes; ++i) {
+        store(sums + i * kLanes, chains[i]);
+    }
+}
+
 // Neighbouring keys of a split, from `start` on. [first, end) are the keys but sinks that any of the
 // queries sees in the split.
 struct KeyTile {
@@ -112,6 +170,8 @@ struct TileAttention {
     PagedKeys<KV> storage;
     const std::int64_t *block_table;
     std::int64_t kv_head;
+    std::int64_t seq_len;
+    PositionBias position_bias;
     std::int64_t first_position;
     std::int64_t num_queries;
     std::int64_t heads_per_kv;
@@ -125,7 +185,8 @@ struct TileAttention {
     void for_each_key_tile(std::int64_t split, const Body &body) const {
         const std::int64_t last_position = first_position + num_queries - 1;
         const std::int64_t first = std::max(split * kSplitKeys, first_key(step, first_position));
-        const std::int64_t end = std::min((split + 1) * kSplitKeys, last_position + 1);
+        const std::int64_t end =
+            std::min((split + 1) * kSplitKeys, end_key(step, seq_len, last_position));
         std::int64_t next = split * kSplitKeys;
         for (; next < std::min(end, step.num_sink_tokens); next += kTileKeys) {
             body(KeyTile{next, first, end});
@@ -180,7 +241,8 @@ private:
         const std::int64_t end_sinks = first == 0 ? 0 : step.num_sink_tokens - tile_start;
         return {std::clamp<std::int64_t>(end_sinks, 0, kTileKeys),
                 std::clamp<std::int64_t>(first - tile_start, 0, kTileKeys),
-                std::clamp<std::int64_t>(position + 1 - tile_start, 0, kTileKeys)};
+                std::clamp<std::int64_t>(end_key(step, seq_len, position) - tile_start, 0,
+                                         kTileKeys)};
     }
 
     // Pieces of [first, end) that lie in one block: body(block, offset in it, first, count).
@@ -226,8 +288,8 @@ private:
             prefetch_values(block);
             const KV *stored = storage.keys + block * part().num_elements();
             const Matrix<float> products{scores + key - tile_start, kTileKeys};
-            multiply<false>(num_queries * heads_per_kv, count, step.head_dim, queries,
-                            Matrix<const KV>{stored + offset, block_size}, products);
+            multiply(num_queries * heads_per_kv, count, step.head_dim, queries,
+                     Matrix<const KV>{stored + offset, block_size}, products, true);
             part().scale_columns(stored, offset, count, num_queries * heads_per_kv, products);
         });
     }
@@ -248,7 +310,7 @@ private:
         }
     }
 
-    // Applies scale, cap and slopes to the scores of a query, those that nobody reads included, and
+    // Applies scale, cap, slopes and bias to the scores of a query, those that nobody reads included, and
     // log2(e), so that exp2 gives the softmax's exponentials.
     void finish_scores(std::int64_t tile_start, std::int64_t query) const {
         const bool has_cap = step.soft_cap > 0.0f;
@@ -268,11 +330,14 @@ private:
                     store(row + i, multiply_add(broadcast(slope), key, load(row + i)));
                 }
             }
+            if (position_bias.numbers != nullptr) {
+                position_bias.add(kv_head * heads_per_kv + head,
+                                  tile_start - first_position - query, kLog2E, row);
+            }
         }
     }
 
-    // Scores give weights, and the state is prepared for their values. Weights are summed as they
-    // are rounded, so that the shares of values are 1 together.
+    // Scores give weights, and the state is prepared for their values.
     void exponentiate(std::int64_t query, Visible keys, SoftmaxState &state) const {
         for (std::int64_t row = query * heads_per_kv; row < (query + 1) * heads_per_kv; ++row) {
             float *of_row = scores + row * kTileKeys;
@@ -280,26 +345,7 @@ private:
                       -std::numeric_limits<float>::infinity());
             std::fill(of_row + keys.end, of_row + kTileKeys,
                       -std::numeric_limits<float>::infinity());
-            Floats maxima = load(of_row);
-            for (std::int64_t i = kLanes; i < kTileKeys; i += kLanes) {
-                maxima = maximum(maxima, load(of_row + i));
-            }
-            state.set_maximum(row, std::max(state.maxima[row], max_lane(maxima)));
-            const Floats largest = broadcast(state.maxima[row]);
-            float *sums = state.sums.row(row);
-            Floats chains[kSumChains / kLanes];
-            for (int i = 0; i < kSumChains / kLanes; ++i) {
-                chains[i] = load(sums + i * kLanes);
-            }
-            for (std::int64_t i = 0; i < kTileKeys; i += kLanes) {
-                A *target = weights + row * kTileKeys + i;
-                Arithmetic<A>::store_factor(target, exp2(subtract(load(of_row + i), largest)));
-                Floats &chain = chains[i / kLanes % (kSumChains / kLanes)];
-                chain = add(chain, load(target));
-            }
-            for (int i = 0; i < kSumChains / kLanes; ++i) {
-                store(sums + i * kLanes, chains[i]);
-            }
+            weigh(of_row, row, weights + row * kTileKeys, state);
         }
     }
 
@@ -328,8 +374,8 @@ private:
                                                 of_rows.at(0, key - tile_start));
                            pieces[num_pieces++] = {stored + offset * dim, count};
                        });
-        multiply<true>(num_rows, dim, Matrix<const A>{of_rows.row(0) + first, kTileKeys},
-                       RowPieces<KV>{{pieces, num_pieces}, dim}, state.values().at(first_row, 0));
+        multiply(num_rows, dim, Matrix<const A>{of_rows.row(0) + first, kTileKeys},
+                 RowPieces<KV>{{pieces, num_pieces}, dim}, state.values().at(first_row, 0), false);
     }
 };
 

@@ -104,6 +104,29 @@ loraplex_status loraplex_add(loraplex_pool *pool, int64_t num_rows, int64_t n,
     });
 }
 
+loraplex_status loraplex_multiply(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                  loraplex_dtype dtype, const void *x, int64_t x_stride,
+                                  const void *factor, int64_t factor_stride, void *product) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(num_rows >= 0 && n >= 1, "multiply");
+        return for_dtype(dtype, [&](auto element) {
+            using T = decltype(element);
+            for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
+                const T *from = static_cast<const T *>(x) + row * x_stride;
+                const T *by = static_cast<const T *>(factor) + row * factor_stride;
+                T *to = static_cast<T *>(product) + row * n;
+                for_each_vector(n, [&](std::int64_t first, int count) {
+                    const Floats value = multiply(load_up_to(from + first, count),
+                                                  load_up_to(by + first, count));
+                    store_up_to(to + first, value, count);
+                });
+            });
+            return LORAPLEX_OK;
+        });
+    });
+}
+
 loraplex_status loraplex_scale(loraplex_pool *pool, int64_t num_rows, int64_t n,
                                loraplex_dtype dtype, float factor, float soft_cap, void *x,
                                int64_t x_stride) {

@@ -1,5 +1,7 @@
-// Powers of two, and tanh, lane by lane: a value's result depends on nothing but the value.
+// Powers of two, sigmoid, softplus and tanh, lane by lane: a value's result depends on nothing but the value.
 #pragma once
+
+#include <initializer_list>
 
 #include "loraplex/simd.h"
 
@@ -32,6 +34,32 @@ inline float exp2(float x) {
     float lanes[kLanes];
     store(lanes, exp2(broadcast(x)));
     return lanes[0];
+}
+
+// 1 / (1 + e^-x)
+inline Floats sigmoid(Floats x) {
+    const Floats exponential = exp2(multiply(x, broadcast(-kLog2E)));
+    return divide(broadcast(1.0f), add(broadcast(1.0f), exponential));
+}
+
+// log(1 + y) for y in [0, 1], within 2e-7 of its value: 2 artanh(y / (2 + y)) by its series, whose
+// first term left out is below 2e-8 of the first.
+inline Floats log1p(Floats y) {
+    const Floats z = divide(y, add(y, broadcast(2.0f)));
+    const Floats square = multiply(z, z);
+    Floats series = broadcast(1.0f / 13.0f);
+    for (const float term : {11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) {
+        series = multiply_add(series, square, broadcast(1.0f / term));
+    }
+    return multiply(multiply(z, broadcast(2.0f)), series);
+}
+
+// log(1 + e^x)
+inline Floats softplus(Floats x) {
+    const Floats magnitude = maximum(x, subtract(zeros(), x));
+    const Floats small = exp2(multiply(magnitude, broadcast(-kLog2E)));
+    // In this order NaN comes through on every instruction set.
+    return add(maximum(zeros(), x), log1p(small));
 }
 
 // tanh x within 4e-7 of its value (relative), 0 of 0, NaN of NaN. It is x p(x^2) / q(x^2), which is

@@ -28,21 +28,74 @@ constexpr std::int64_t kMaxPairs = 2048;
 // Outputs of a row that are added over ranks at a time: in the nearest cache.
 constexpr std::int64_t kRankSums = 512;
 
-// The arguments that `linear` and `grouped_linear` have in common, and their work.
-template <typename Products, typename T>
+// The arguments that `linear` and `grouped_linear` have in common.
+struct LinearCall {
+    loraplex_pool &pool;
+    loraplex_weight_kind kind;
+    std::int64_t group_size;
+    std::int64_t num_blocks;
+    loraplex_dtype dtype;  // of x and y
+    const void *x;
+    std::int64_t x_stride;
+    const void *packed;
+    std::int64_t out_features;
+    std::int64_t in_features;
+    const float *bias;
+    loraplex_channel *channel;
+    void *y;
+    std::int64_t y_stride;
+};
+
+// The pairs of rows and experts of `grouped_linear`.
+struct ExpertPairs {
+    std::int64_t num_pairs;
+    std::int64_t pairs_per_row;
+    const std::int32_t *pairs;   // sorted by expert; the inputs of a call are in this order
+    const std::int32_t *starts;  // of an expert's pairs
+    std::int64_t num_experts;
+};
+
+// What depends on the type of x and y, so that nothing else does: compiling a product for one more
+// type takes as long as for the first.
+template <typename RowInputs>
+struct RowFunctions {
+    // RowInputs::set_row with x[first]...; null where they are not made of T
+    void (*set_row)(RowInputs &inputs, std::int64_t row, const void *x, std::int64_t first) =
+        nullptr;
+    // y[first]... = sums + bias
+    void (*write)(const float *sums, const float *bias, std::int64_t num_outputs, void *y,
+                  std::int64_t first) = nullptr;
+
+    template <typename T>
+    static RowFunctions of(T) {
+        RowFunctions functions;
+        if constexpr (requires(RowInputs inputs, const T *x) { inputs.set_row(0, x); }) {
+            functions.set_row = [](RowInputs &inputs, std::int64_t row, const void *x,
+                                   std::int64_t first) {
+                inputs.set_row(row, static_cast<const T *>(x) + first);
+            };
+        }
+        functions.write = [](const float *sums, const float *bias, std::int64_t num_outputs,
+                             void *y, std::int64_t first) {
+            write_row(sums, bias, num_outputs, static_cast<T *>(y) + first);
+        };
+        return functions;
+    }
+};
+
+template <typename Products>
 class Linear {
     using W = typename Products::Weight;
-    using RowInputs = typename Products::template RowInputs<T>;
+    using RowInputs = typename Products::RowInputs;
 
 public:
-    Linear(loraplex_pool &pool, const T *x, std::int64_t x_stride, const W *packed,
-           const PanelLayout<W> &layout, std::int64_t out_features, std::int64_t in_features,
-           const float *bias, loraplex_channel *channel, T *y, std::int64_t y_stride)
-        : pool_(pool), x_(x), x_stride_(x_stride), packed_(packed), layout_(layout),
-          pieces_(layout, RowInputs::kDepth), block_products_(layout, pool.cpu_features()),
-          out_features_(out_features), in_features_(in_features), bias_(bias), channel_(channel),
-          y_(y), y_stride_(y_stride), inputs_(nullptr, 0, pieces_) {
-        if (channel != nullptr && channel->capacity() < out_features) {
+    Linear(const LinearCall &call, const RowFunctions<RowInputs> &functions)
+        : pool_(call.pool), call_(call), functions_(functions),
+          packed_(static_cast<const W *>(call.packed)),
+          layout_(call.in_features, call.num_blocks, call.group_size, has_offsets(call.kind)),
+          pieces_(layout_, RowInputs::kDepth), block_products_(layout_, pool_.cpu_features()),
+          out_features_(call.out_features), channel_(call.channel), inputs_(nullptr, 0, pieces_) {
+        if (channel_ != nullptr && channel_->capacity() < out_features_) {
             throw std::invalid_argument("linear: a slot of the channel is less than a row");
         }
     }
@@ -57,32 +110,30 @@ public:
         }
     }
 
-    // pairs: sorted by expert; the inputs of a call are in this order.
-    void run_pairs(std::int64_t num_pairs, std::int64_t pairs_per_row, const std::int32_t *pairs,
-                   const std::int32_t *starts, std::int64_t num_experts) {
+    void run(const ExpertPairs &pairs) {
         const Op op(pool_);
         const std::int64_t most_pairs = rows_at_once(kMaxPairs);
-        const std::int64_t most = std::min({num_experts, num_pairs, most_pairs});
+        const std::int64_t most = std::min({pairs.num_experts, pairs.num_pairs, most_pairs});
         auto *products = static_cast<Product *>(
             pool_.list_scratch(static_cast<std::size_t>(most) * sizeof(Product)));
-        pairs_per_row_ = pairs_per_row;
+        pairs_per_row_ = pairs.pairs_per_row;
         std::int64_t expert = 0;
-        for (std::int64_t first = 0; first < num_pairs; first += most_pairs) {
-            const std::int64_t end = std::min(num_pairs, first + most_pairs);
+        for (std::int64_t first = 0; first < pairs.num_pairs; first += most_pairs) {
+            const std::int64_t end = std::min(pairs.num_pairs, first + most_pairs);
             std::size_t num_products = 0;
             std::int64_t num_tiles = 0;
             for (std::int64_t pair = first; pair < end;) {
-                while (starts[expert + 1] <= pair) {
+                while (pairs.starts[expert + 1] <= pair) {
                     ++expert;
                 }
-                const std::int64_t next = std::min<std::int64_t>(end, starts[expert + 1]);
+                const std::int64_t next = std::min<std::int64_t>(end, pairs.starts[expert + 1]);
                 const Range rows = {pair - first, next - pair};
                 const auto *product = new (products + num_products++)
                     Product(expert, rows, Products::cut(rows.size), out_features_, num_tiles);
                 num_tiles += product->num_tiles();
                 pair = next;
             }
-            pairs_ = pairs + first;
+            pairs_ = pairs.pairs + first;
             multiply({products, num_products}, end - first);
         }
     }
@@ -107,12 +158,13 @@ private:
         // Those of a block, and those that wait for their neighbours.
         sums_bytes_ *= std::bit_width(static_cast<std::size_t>(pieces_.num_blocks()));
         sums_ = static_cast<std::byte *>(pool_.worker_scratch(sums_bytes_));
-        share(num_rows, num_rows * in_features_ >= kWorthSharingInputs,
+        share(num_rows, num_rows * call_.in_features >= kWorthSharingInputs,
               [this](std::int64_t row, int) {
-                  inputs_.set_row(row, x_ + pair_of(row) / pairs_per_row_ * x_stride_);
+                  functions_.set_row(inputs_, row, call_.x,
+                                     pair_of(row) / pairs_per_row_ * call_.x_stride);
               });
         share(products.back().first_tile + products.back().num_tiles(),
-              num_rows * out_features_ * in_features_ >= kWorthSharing,
+              num_rows * out_features_ * call_.in_features >= kWorthSharing,
               [this](std::int64_t tile, int worker) { compute(tile, worker); });
         if (channel_ != nullptr) {
             const std::int64_t num_sums = num_rows * out_features_;
@@ -131,10 +183,8 @@ private:
     void share(std::int64_t num_tiles, bool is_worth_it, const Fn &fn) {
         if (is_worth_it) {
             pool_.parallel_for_tiles(num_tiles, fn);
-            return;
-        }
-        for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
-            fn(tile, 0);
+        } else {
+            loraplex_pool::serial_for_tiles(num_tiles, fn);
         }
     }
 
@@ -206,18 +256,22 @@ private:
     void write(const Product &product, Range rows, std::int64_t panel, const float *sums) {
         const std::int64_t first = panel * kPanelWidth;
         const std::int64_t num_outputs = std::min(product.block_outputs(), out_features_ - first);
-        const float *bias =
-            bias_ == nullptr ? nullptr : bias_ + product.weight * out_features_ + first;
+        const float *bias = bias_of(product, first);
         for (std::int64_t row = 0; row < rows.size; ++row) {
             const float *source = sums + row * product.block_outputs();
             if (slot_ != nullptr) {
                 write_row(source, nullptr, num_outputs,
                           slot_ + (rows.first + row) * out_features_ + first);
             } else {
-                write_row(source, bias, num_outputs,
-                          y_ + pair_of(rows.first + row) * y_stride_ + first);
+                functions_.write(source, bias, num_outputs, call_.y,
+                                 pair_of(rows.first + row) * call_.y_stride + first);
             }
         }
+    }
+
+    const float *bias_of(const Product &product, std::int64_t output) const {
+        return call_.bias == nullptr ? nullptr
+                                     : call_.bias + product.weight * out_features_ + output;
     }
 
     // The sum of all ranks' slots, of one row.
@@ -227,29 +281,24 @@ private:
         };
         const auto product =
             std::prev(std::upper_bound(products_.begin(), products_.end(), row, starts_later));
-        const float *bias = bias_ == nullptr ? nullptr : bias_ + product->weight * out_features_;
         float sums[kRankSums];
         for (std::int64_t first = 0; first < out_features_; first += kRankSums) {
             const std::int64_t count = std::min(kRankSums, out_features_ - first);
             channel_->tree_sum(row * out_features_ + first, count, sums);
-            write_row(sums, bias == nullptr ? nullptr : bias + first, count,
-                      y_ + pair_of(row) * y_stride_ + first);
+            functions_.write(sums, bias_of(*product, first), count, call_.y,
+                             pair_of(row) * call_.y_stride + first);
         }
     }
 
     loraplex_pool &pool_;
-    const T *x_;
-    std::int64_t x_stride_;
+    const LinearCall &call_;
+    RowFunctions<RowInputs> functions_;
     const W *packed_;
     PanelLayout<W> layout_;
     InputPieces<W> pieces_;
     Products block_products_;
     std::int64_t out_features_;
-    std::int64_t in_features_;
-    const float *bias_;
     loraplex_channel *channel_;
-    T *y_;
-    std::int64_t y_stride_;
     std::int64_t first_row_ = 0;
     const std::int32_t *pairs_ = nullptr;  // null: the rows of x are those of y
     std::int64_t pairs_per_row_ = 1;
@@ -260,27 +309,28 @@ private:
     std::size_t sums_bytes_ = 0;
 };
 
-// run(linear) with a Linear of the weight's and the inputs' types. num_rows: the most of one weight.
-template <typename Run>
-loraplex_status run_linear(loraplex_pool &pool, loraplex_weight_kind kind, std::int64_t group_size,
-                           std::int64_t num_blocks, loraplex_dtype dtype, std::int64_t num_rows,
-                           const void *x, std::int64_t x_stride, const void *packed,
-                           std::int64_t out_features, std::int64_t in_features, const float *bias,
-                           loraplex_channel *channel, void *y, std::int64_t y_stride,
-                           const Run &run) {
-    return for_weight_kind(kind, [&]<typename W>(W) {
-        return for_dtype(dtype, [&]<typename T>(T) {
-            const auto body = [&]<typename Products>(std::type_identity<Products>) {
-                run(Linear<Products, T>(
-                    pool, static_cast<const T *>(x), x_stride, static_cast<const W *>(packed),
-                    PanelLayout<W>(in_features, num_blocks, group_size, has_offsets(kind)),
-                    out_features, in_features, bias, channel, static_cast<T *>(y), y_stride));
+// All rows of x with one weight; where there are pairs, these. num_rows: the most of one weight.
+loraplex_status run_linear(const LinearCall &call, std::int64_t num_rows,
+                           const ExpertPairs *pairs) {
+    const std::uint64_t features = call.pool.cpu_features();
+    return for_weight_kind(call.kind, [&]<typename W>(W) {
+        const auto run = [&]<typename Products>(
+                             std::type_identity<Products>) -> loraplex_status {
+            RowFunctions<typename Products::RowInputs> functions;
+            const loraplex_status status = for_dtype(call.dtype, [&](auto element) {
+                functions = functions.of(element);
                 return LORAPLEX_OK;
-            };
-            return has_byte_inputs(kind)
-                       ? with_group_products<W>(pool.cpu_features(), num_rows, body)
-                       : with_products<W, T>(pool.cpu_features(), num_rows, body);
-        });
+            });
+            if (status != LORAPLEX_OK) {
+                return status;
+            }
+            Linear<Products> linear(call, functions);
+            pairs == nullptr ? linear.run(num_rows) : linear.run(*pairs);
+            return LORAPLEX_OK;
+        };
+        return has_byte_inputs(call.kind)
+                   ? with_group_products<W>(features, num_rows, run)
+                   : with_products<W>(features, call.dtype, num_rows, run);
     });
 }
 
@@ -311,9 +361,9 @@ loraplex_status loraplex_linear(loraplex_pool *pool, loraplex_weight_kind kind,
         return LORAPLEX_OK;
     }
     return guarded([&] {
-        return run_linear(*pool, kind, group_size, num_blocks, dtype, num_rows, x, x_stride, packed,
-                          out_features, in_features, bias, channel, y, y_stride,
-                          [&](auto linear) { linear.run(num_rows); });
+        const LinearCall call = {*pool, kind, group_size, num_blocks, dtype, x, x_stride,
+                                 packed, out_features, in_features, bias, channel, y, y_stride};
+        return run_linear(call, num_rows, nullptr);
     });
 }
 
@@ -337,10 +387,9 @@ loraplex_status loraplex_grouped_linear(loraplex_pool *pool, loraplex_weight_kin
         return LORAPLEX_OK;
     }
     return guarded([&] {
-        return run_linear(
-            *pool, kind, group_size, num_blocks, dtype, most_rows(starts, num_experts), x, x_stride,
-            packed, out_features, in_features, bias, channel, y, y_stride, [&](auto linear) {
-                linear.run_pairs(num_pairs, pairs_per_row, pairs, starts, num_experts);
-            });
+        const LinearCall call = {*pool, kind, group_size, num_blocks, dtype, x, x_stride,
+                                 packed, out_features, in_features, bias, channel, y, y_stride};
+        const ExpertPairs all = {num_pairs, pairs_per_row, pairs, starts, num_experts};
+        return run_linear(call, most_rows(starts, num_experts), &all);
     });
 }

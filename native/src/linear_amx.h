@@ -148,7 +148,6 @@ private:
 class AmxProducts {
 public:
     using Weight = Bfloat16;
-    template <typename T>
     using RowInputs = TileInputs;
 
     static Cut cut(std::int64_t num_rows) {

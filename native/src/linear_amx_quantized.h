@@ -135,7 +135,6 @@ template <typename W, typename TileInputs>
 class AmxQuantizedProducts {
 public:
     using Weight = W;
-    template <typename T>
     using RowInputs = TileInputs;
 
     static Cut cut(std::int64_t /*num_rows*/) {

@@ -19,19 +19,21 @@
 
 namespace loraplex {
 
-// body(std::type_identity<Products>{}) with how products of T's and W's are made, in the order that the
-// CPU has for them. num_rows: the most of one weight.
-template <typename W, typename T, typename Body>
+// body(std::type_identity<Products>{}) with how products of inputs of a type and W's are made, in the
+// order that the CPU has for them. num_rows: the most of one weight.
+template <typename W, typename Body>
 auto with_products([[maybe_unused]] std::uint64_t cpu_features,
-                   [[maybe_unused]] std::int64_t num_rows, const Body &body) {
+                   [[maybe_unused]] loraplex_dtype dtype, [[maybe_unused]] std::int64_t num_rows,
+                   const Body &body) {
 #if defined(LORAPLEX_ISA_X86_64_V4)
-    if constexpr (std::is_same_v<W, Bfloat16> && std::is_same_v<T, Bfloat16>) {
-        if ((cpu_features & LORAPLEX_CPU_AMX_BF16) != 0) {
+    if constexpr (std::is_same_v<W, Bfloat16>) {
+        const bool is_bfloat16 = dtype == LORAPLEX_BFLOAT16;
+        if (is_bfloat16 && (cpu_features & LORAPLEX_CPU_AMX_BF16) != 0) {
             return num_rows <= PairedProducts::kMaxRows
                        ? body(std::type_identity<PairedProducts>{})
                        : body(std::type_identity<AmxProducts>{});
         }
-        if ((cpu_features & LORAPLEX_CPU_AVX512_BF16) != 0) {
+        if (is_bfloat16 && (cpu_features & LORAPLEX_CPU_AVX512_BF16) != 0) {
             return body(std::type_identity<DotProducts>{});
         }
     } else if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4>) {
@@ -40,8 +42,8 @@ auto with_products([[maybe_unused]] std::uint64_t cpu_features,
         }
     }
 #elif defined(LORAPLEX_ISA_NEON)
-    if constexpr (std::is_same_v<W, Bfloat16> && std::is_same_v<T, Bfloat16>) {
-        if ((cpu_features & LORAPLEX_CPU_NEON_BF16) != 0) {
+    if constexpr (std::is_same_v<W, Bfloat16>) {
+        if (dtype == LORAPLEX_BFLOAT16 && (cpu_features & LORAPLEX_CPU_NEON_BF16) != 0) {
             return body(std::type_identity<MatrixProducts>{});
         }
     }

@@ -18,7 +18,6 @@ template <typename W, typename AnyInputs = Inputs<W>, const auto &kOf = kShapes>
 class VectorProducts {
 public:
     using Weight = W;
-    template <typename T>
     using RowInputs = AnyInputs;
 
     static Cut cut(std::int64_t num_rows) {

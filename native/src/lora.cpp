@@ -6,7 +6,6 @@
 #include "loraplex/lora.h"
 
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 
 #include "block_product.h"
@@ -16,6 +15,7 @@
 #include "loraplex/pool.h"
 #include "loraplex/simd.h"
 #include "lora_groups.h"
+#include "lora_rows.h"
 #include "lora_shrink.h"
 #include "lora_vectors.h"
 #include "packed_weight.h"
@@ -48,13 +48,13 @@ void check(const loraplex_lora_step &step, const loraplex_lora_linear &linear, s
     }
 }
 
-// One call of the op.
-template <typename T, typename Page>
+// One call of the op. What depends on the type of the values is in lora_rows.h.
+template <typename Page>
 class LoraProduct {
 public:
     LoraProduct(loraplex_pool &pool, const loraplex_lora_step &step, const LoraGroups &groups,
-                const loraplex_lora_linear &linear, std::int64_t layer, Matrix<const T> x,
-                loraplex_channel *channel, Matrix<T> y)
+                const loraplex_lora_linear &linear, std::int64_t layer, InputRows x,
+                loraplex_channel *channel, OutputRows y)
         : pool_(pool), step_(step), groups_(groups), linear_(linear), layer_(layer),
           pages_(static_cast<const Page *>(step.pages)), x_(x), channel_(channel), y_(y) {}
 
@@ -182,26 +182,12 @@ private:
         const float *inputs[kShrinkTokens];
         float *wide = worker_floats(worker);
         for (std::int64_t t = 0; t < tile.count; ++t) {
-            inputs[t] = widened(x_.row(groups_.rows[tile.first + t] / groups_.rows_per_input),
-                                wide + t * linear_.in_features);
+            inputs[t] = x_.widened(groups_.rows[tile.first + t] / groups_.rows_per_input, 0,
+                                   linear_.in_features, wide + t * linear_.in_features);
         }
         dot_blocks(inputs, static_cast<int>(tile.count), rows, num_rows,
                    {0, linear_.in_features}, linear_.num_blocks,
                    reduced_.at(tile.first, first_rank));
-    }
-
-    const float *widened(const float *source, float *) const { return source; }
-
-    template <typename Half>
-    const float *widened(const Half *source, float *target) const {
-        std::int64_t i = 0;
-        for (; i + kLanes <= linear_.in_features; i += kLanes) {
-            store(target + i, load(source + i));
-        }
-        for (; i < linear_.in_features; ++i) {
-            target[i] = widen(source[i]);
-        }
-        return target;
     }
 
     void expand(const LoraTile &tile, std::int64_t column_tile, int worker) const {
@@ -232,9 +218,8 @@ private:
             const Matrix<float> reduced = reduced_.at(tile.first + t, ranks_before);
             multiply_ranks(count, columns, at.rank, {reduced.data, reduced.stride}, b, sums);
             for (std::int64_t i = 0; i < count; ++i) {
-                add_to(y_.row(groups_.rows[tile.first + t + i]) +
-                           linear_.out_offsets[module] + first,
-                       sums.row(i), columns);
+                y_.add(groups_.rows[tile.first + t + i], linear_.out_offsets[module] + first,
+                       columns, sums.row(i));
             }
         }
     }
@@ -242,20 +227,9 @@ private:
     static void multiply_ranks(std::int64_t count, std::int64_t columns, std::int64_t rank,
                                Matrix<const float> reduced, Matrix<const Page> b,
                                Matrix<float> sums) {
-        multiply<false>(count, columns, std::min(rank, kExpandDepth), reduced, b, sums);
-        for (std::int64_t r = kExpandDepth; r < rank; r += kExpandDepth) {
-            multiply<true>(count, columns, std::min(rank - r, kExpandDepth), reduced.at(0, r),
-                           b.at(r, 0), sums);
-        }
-    }
-
-    static void add_to(T *target, const float *sums, std::int64_t count) {
-        std::int64_t i = 0;
-        for (; i + kLanes <= count; i += kLanes) {
-            store(target + i, add(load(target + i), load(sums + i)));
-        }
-        for (; i < count; ++i) {
-            target[i] = narrow<T>(widen(target[i]) + sums[i]);
+        for (std::int64_t r = 0; r < rank; r += kExpandDepth) {
+            multiply(count, columns, std::min(rank - r, kExpandDepth), reduced.at(0, r), b.at(r, 0),
+                     sums, r == 0);
         }
     }
 
@@ -265,9 +239,9 @@ private:
     const loraplex_lora_linear &linear_;
     std::int64_t layer_;
     const Page *pages_;
-    Matrix<const T> x_;
+    InputRows x_;
     loraplex_channel *channel_;  // null: there is one rank
-    Matrix<T> y_;
+    OutputRows y_;
     std::int64_t max_ranks_ = 0;  // of all modules together
     std::int64_t work_ = 0;
     std::int64_t column_tiles_ = 0;
@@ -280,36 +254,6 @@ private:
     std::size_t worker_stride_ = 0;
 };
 
-// An op whose time is LoRA's. The two readings of the clock take about 40 ns.
-class LoraOp {
-public:
-    explicit LoraOp(loraplex_pool &pool) : pool_(pool), op_(pool), begin_(Clock::now()) {}
-    LoraOp(const LoraOp &) = delete;
-    LoraOp &operator=(const LoraOp &) = delete;
-    ~LoraOp() {
-        const std::chrono::nanoseconds time = Clock::now() - begin_;
-        pool_.add_lora_ns(time.count());
-    }
-
-private:
-    using Clock = std::chrono::steady_clock;
-
-    loraplex_pool &pool_;
-    Op op_;
-    Clock::time_point begin_;  // after the op could begin
-};
-
-// body(T{}, Page{}) with the types of the values and of the pages
-template <typename Body>
-loraplex_status for_types(loraplex_dtype dtype, loraplex_dtype pages_dtype, const Body &body) {
-    return for_dtype(dtype, [&](auto element) {
-        return for_dtype(pages_dtype, [&](auto page_element) {
-            body(element, page_element);
-            return LORAPLEX_OK;
-        });
-    });
-}
-
 }  // namespace
 }  // namespace loraplex
 
@@ -320,14 +264,14 @@ loraplex_status loraplex_add_lora(loraplex_pool *pool, const loraplex_lora_step 
     using namespace loraplex;
     return guarded([&] {
         check(*step, *linear, layer, 0);
-        return for_types(dtype, step->pages_dtype, [&]<typename T, typename Page>(T, Page) {
+        const InputRows inputs(dtype, x, x_stride);
+        const OutputRows outputs(dtype, y, y_stride);
+        return for_dtype(step->pages_dtype, [&]<typename Page>(Page) {
             const LoraOp op(*pool);
             const LoraGroups groups = groups_of(*step);
-            const Matrix<T> outputs = {static_cast<T *>(y), y_stride};
-            LoraVectors<T, Page>(*pool, *step, *linear, layer, outputs).run();
-            LoraProduct<T, Page>(*pool, *step, groups, *linear, layer,
-                                 {static_cast<const T *>(x), x_stride}, channel, outputs)
-                .run();
+            LoraVectors<Page>(*pool, *step, *linear, layer, outputs).run();
+            LoraProduct<Page>(*pool, *step, groups, *linear, layer, inputs, channel, outputs).run();
+            return LORAPLEX_OK;
         });
     });
 }
@@ -344,15 +288,15 @@ loraplex_status loraplex_add_expert_lora(loraplex_pool *pool, const loraplex_lor
             throw std::invalid_argument("add_expert_lora");
         }
         check(*step, *linear, layer, num_experts - 1);
-        return for_types(dtype, step->pages_dtype, [&]<typename T, typename Page>(T, Page) {
+        const InputRows inputs(dtype, x, x_stride);
+        const OutputRows outputs(dtype, y, y_stride);
+        return for_dtype(step->pages_dtype, [&]<typename Page>(Page) {
             const LoraOp op(*pool);
             const ExpertGroups by_expert(*pool, *step, *linear, layer,
                                          {num_experts, num_chosen, experts});
             const LoraGroups groups = by_expert.groups(pairs_per_row);
-            LoraProduct<T, Page>(*pool, *step, groups, *linear, layer,
-                                 {static_cast<const T *>(x), x_stride}, channel,
-                                 {static_cast<T *>(y), y_stride})
-                .run();
+            LoraProduct<Page>(*pool, *step, groups, *linear, layer, inputs, channel, outputs).run();
+            return LORAPLEX_OK;
         });
     });
 }

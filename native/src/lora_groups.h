@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,6 +11,25 @@
 #include "loraplex/pool.h"
 
 namespace loraplex {
+
+// An op whose time is LoRA's. The two readings of the clock take about 40 ns.
+class LoraOp {
+public:
+    explicit LoraOp(loraplex_pool &pool) : pool_(pool), op_(pool), begin_(Clock::now()) {}
+    LoraOp(const LoraOp &) = delete;
+    LoraOp &operator=(const LoraOp &) = delete;
+    ~LoraOp() {
+        const std::chrono::nanoseconds time = Clock::now() - begin_;
+        pool_.add_lora_ns(time.count());
+    }
+
+private:
+    using Clock = std::chrono::steady_clock;
+
+    loraplex_pool &pool_;
+    Op op_;
+    Clock::time_point begin_;  // after the op could begin
+};
 
 // Rows of y that one adapter applies to, by one cell of each module.
 struct LoraGroups {

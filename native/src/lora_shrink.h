@@ -50,17 +50,25 @@ inline void dot_block(const float *const *tokens, const T *const *rows, Elements
             }
         }
     }
-    const int rest = static_cast<int>(elements.end - i);
+    alignas(64) float totals[kTokens * kRows][kLanes];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
-            if (rest > 0) {
-                lanes[t][r] = multiply_add(load_first(tokens[t] + i, rest),
-                                           load_first(rows[r] + i, rest), lanes[t][r]);
-            }
-            sums.row(t)[r] = sum_lanes(lanes[t][r]);
+            store(totals[t * kRows + r], lanes[t][r]);
         }
+    }
+    // What is done once for each product is not unrolled: it would be most of the code.
+    const int rest = static_cast<int>(elements.end - i);
+#pragma GCC unroll 1
+    for (int j = 0; j < kTokens * kRows; ++j) {
+        const int t = j / kRows, r = j % kRows;
+        Floats total = load(totals[j]);
+        if (rest > 0) {
+            total = multiply_add(load_first(tokens[t] + i, rest), load_first(rows[r] + i, rest),
+                                 total);
+        }
+        sums.row(t)[r] = sum_lanes(total);
     }
 }
 

@@ -6,10 +6,11 @@
 #include <cstdint>
 #include <span>
 
-#include "block_product.h"
+#include "lora_rows.h"
 #include "loraplex/dtype.h"
 #include "loraplex/lora.h"
 #include "loraplex/pool.h"
+#include "loraplex/simd.h"
 
 namespace loraplex {
 
@@ -21,19 +22,17 @@ template <typename Fn>
 void run_lora_tiles(loraplex_pool &pool, std::int64_t work, std::int64_t num_tiles, const Fn &fn) {
     if (work > kSerialElements) {
         pool.parallel_for_tiles(num_tiles, fn);
-        return;
-    }
-    for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
-        fn(tile, 0);
+    } else {
+        loraplex_pool::serial_for_tiles(num_tiles, fn);
     }
 }
 
-// One call, of Page's vectors for outputs of type T.
-template <typename T, typename Page>
+// One call, of Page's vectors.
+template <typename Page>
 class LoraVectors {
 public:
     LoraVectors(loraplex_pool &pool, const loraplex_lora_step &step,
-                const loraplex_lora_linear &linear, std::int64_t layer, Matrix<T> y)
+                const loraplex_lora_linear &linear, std::int64_t layer, OutputRows y)
         : pool_(pool), step_(step), linear_(linear), layer_(layer), y_(y) {}
 
     void run() {
@@ -86,20 +85,13 @@ private:
         for (const loraplex_output_vector &vector : vectors(module)) {
             const std::int64_t from = std::max(first, vector.first);
             const std::int64_t to = std::min(end, vector.first + vector.size);
-            const auto *factor = static_cast<const Page *>(vector.factor);
-            const auto *shift = static_cast<const Page *>(vector.shift);
             for (std::int64_t t = 0; t < vector.num_tokens && from < to; ++t) {
-                const T *row = y_.row(vector.token_indices[t]) + linear_.out_offsets[module];
-                for (std::int64_t i = from; i < to; ++i) {
-                    float value = 0.0f;
-                    if (vector.factor != nullptr) {
-                        value = widen(row[i]) * widen(factor[i - vector.first]);
-                    }
-                    if (vector.shift != nullptr) {
-                        value += widen(shift[i - vector.first]);
-                    }
-                    *share++ = value * vector.token_scales[t];
-                }
+                const float *values = y_.widened(
+                    vector.token_indices[t], linear_.out_offsets[module] + from, to - from, share);
+                scale_and_shift(values, elements(vector.factor, from - vector.first),
+                                elements(vector.shift, from - vector.first),
+                                vector.token_scales[t], to - from, share);
+                share += to - from;
             }
         }
         share = shares(worker);
@@ -107,11 +99,40 @@ private:
             const std::int64_t from = std::max(first, vector.first);
             const std::int64_t to = std::min(end, vector.first + vector.size);
             for (std::int64_t t = 0; t < vector.num_tokens && from < to; ++t) {
-                T *row = y_.row(vector.token_indices[t]) + linear_.out_offsets[module];
-                for (std::int64_t i = from; i < to; ++i) {
-                    row[i] = narrow<T>(widen(row[i]) + *share++);
-                }
+                y_.add(vector.token_indices[t], linear_.out_offsets[module] + from, to - from,
+                       share);
+                share += to - from;
             }
+        }
+    }
+
+    static const Page *elements(const void *vector, std::int64_t first) {
+        return vector == nullptr ? nullptr : static_cast<const Page *>(vector) + first;
+    }
+
+    // share = (values * factor + shift) * scale; without a factor, shift * scale. values may be share.
+    static void scale_and_shift(const float *values, const Page *factor, const Page *shift,
+                                float scale, std::int64_t count, float *share) {
+        std::int64_t i = 0;
+        for (; i + kLanes <= count; i += kLanes) {
+            Floats value = zeros();
+            if (factor != nullptr) {
+                value = loraplex::multiply(load(values + i), load(factor + i));
+            }
+            if (shift != nullptr) {
+                value = add(value, load(shift + i));
+            }
+            store(share + i, loraplex::multiply(value, broadcast(scale)));
+        }
+        for (; i < count; ++i) {
+            float value = 0.0f;
+            if (factor != nullptr) {
+                value = values[i] * widen(factor[i]);
+            }
+            if (shift != nullptr) {
+                value += widen(shift[i]);
+            }
+            share[i] = value * scale;
         }
     }
 
@@ -124,7 +145,7 @@ private:
     const loraplex_lora_step &step_;
     const loraplex_lora_linear &linear_;
     std::int64_t layer_;
-    Matrix<T> y_;
+    OutputRows y_;
     std::byte *worker_memory_ = nullptr;
     std::size_t worker_stride_ = 0;
 };

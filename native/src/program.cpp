@@ -10,11 +10,14 @@
 
 #include "loraplex/attention.h"
 #include "loraplex/channel.h"
+#include "loraplex/convolution.h"
 #include "loraplex/elementwise.h"
 #include "loraplex/experts.h"
 #include "loraplex/guard.h"
+#include "loraplex/latent.h"
 #include "loraplex/linear.h"
 #include "loraplex/lora.h"
+#include "loraplex/recurrence.h"
 #include "loraplex/weight_rows.h"
 
 namespace loraplex {
@@ -61,24 +64,34 @@ constexpr ProgramOp kOps[] = {
     LORAPLEX_PROGRAM_OP(loraplex_activate),
     LORAPLEX_PROGRAM_OP(loraplex_add),
     LORAPLEX_PROGRAM_OP(loraplex_add_expert_lora),
+    LORAPLEX_PROGRAM_OP(loraplex_add_heads_lora),
     LORAPLEX_PROGRAM_OP(loraplex_add_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_add_lora),
     LORAPLEX_PROGRAM_OP(loraplex_add_rms_norm),
+    LORAPLEX_PROGRAM_OP(loraplex_causal_conv),
     LORAPLEX_PROGRAM_OP(loraplex_channel_gather),
     LORAPLEX_PROGRAM_OP(loraplex_combine_experts),
+    LORAPLEX_PROGRAM_OP(loraplex_delta_rule),
     LORAPLEX_PROGRAM_OP(loraplex_gate),
+    LORAPLEX_PROGRAM_OP(loraplex_gated_rms_norm),
     LORAPLEX_PROGRAM_OP(loraplex_gather_columns),
     LORAPLEX_PROGRAM_OP(loraplex_grouped_linear),
+    LORAPLEX_PROGRAM_OP(loraplex_latent_attention),
     LORAPLEX_PROGRAM_OP(loraplex_layer_norm),
     LORAPLEX_PROGRAM_OP(loraplex_linear),
+    LORAPLEX_PROGRAM_OP(loraplex_multiply),
     LORAPLEX_PROGRAM_OP(loraplex_paged_attention),
     LORAPLEX_PROGRAM_OP(loraplex_rms_norm),
     LORAPLEX_PROGRAM_OP(loraplex_rotary),
     LORAPLEX_PROGRAM_OP(loraplex_route),
     LORAPLEX_PROGRAM_OP(loraplex_scale),
+    LORAPLEX_PROGRAM_OP(loraplex_scale_heads),
+    LORAPLEX_PROGRAM_OP(loraplex_sigmoid_gate),
+    LORAPLEX_PROGRAM_OP(loraplex_ssd),
     LORAPLEX_PROGRAM_OP(loraplex_take_rows),
     LORAPLEX_PROGRAM_OP(loraplex_weight_rows),
     LORAPLEX_PROGRAM_OP(loraplex_write_kv),
+    LORAPLEX_PROGRAM_OP(loraplex_write_latent),
 };
 
 constexpr std::int64_t kNumOps = std::size(kOps);

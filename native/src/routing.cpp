@@ -13,7 +13,6 @@ namespace loraplex {
 namespace {
 
 constexpr double kOut = -std::numeric_limits<double>::infinity();
-constexpr double kSumFloor = 1e-20;  // what a sum of sigmoids is increased by before it divides
 constexpr std::int64_t kWorthSharing = 1 << 11;  // logits; with fewer, one thread is faster
 
 // Whether a score comes before another: NaN before all numbers.
@@ -89,8 +88,7 @@ public:
         }
         double divisor = 1.0;
         if (rules_.normalizes != 0) {
-            divisor = sum_of(chosen_, rules_.num_chosen);
-            divisor += rules_.mode == LORAPLEX_ROUTING_SIGMOID ? kSumFloor : 0.0;
+            divisor = sum_of(chosen_, rules_.num_chosen) + rules_.sum_floor;
         }
         for (std::int64_t i = 0; i < rules_.num_chosen; ++i) {
             weights[i] = static_cast<float>(chosen_[i] / divisor * rules_.factor);

@@ -27,7 +27,7 @@ void for_each_row(loraplex_pool &pool, std::int64_t num_rows, std::int64_t row_e
     };
     const std::int64_t num_tiles = divide_up(num_rows, rows_per_tile);
     if (num_tiles <= 1) {
-        run(0, 0);
+        loraplex_pool::serial_for_tiles(num_tiles, run);
         return;
     }
     const Op op(pool);

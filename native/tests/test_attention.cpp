@@ -149,6 +149,18 @@ void check_write(Checks &checks, Random &random, std::int64_t head_dim) {
                      static_cast<std::int64_t>(cache.values.size()), "values one by one");
 }
 
+constexpr std::int64_t kMaxDistance = 21;
+constexpr std::int64_t kBiases = 2 * kMaxDistance + 1;
+
+// [kHeads, kBiases]
+std::vector<float> position_bias() {
+    std::vector<float> numbers;
+    for (std::int64_t i = 0; i < kHeads * kBiases; ++i) {
+        numbers.push_back(static_cast<float>(i * 37 % 101) / 40.0f - 1.0f);
+    }
+    return numbers;
+}
+
 constexpr float kSlopes[kHeads] = {0.5f, 0.25f, 0.125f, 0.0f, 1.0f, 2.0f};
 constexpr float kSinkLogits[kHeads] = {-2.0f, 0.0f, 1.0f, 3.0f, 20.0f, -90.0f};
 
@@ -160,11 +172,18 @@ struct Rules {
     float soft_cap = 0.0f;
     bool has_slopes = false;
     bool has_sink_logits = false;
+    bool has_position_bias = false;
+    bool is_causal = true;
 
     double score(double product, std::int64_t head, std::int64_t distance) const {
         double score = double{scale} * product;
         if (soft_cap > 0.0f) {
             score = soft_cap * std::tanh(score / soft_cap);
+        }
+        if (has_position_bias) {
+            const std::int64_t entry = std::clamp(distance, -kMaxDistance, kMaxDistance);
+            score += position_bias()[static_cast<std::size_t>(head * kBiases + kMaxDistance +
+                                                              entry)];
         }
         return score + (has_slopes ? double{kSlopes[head]} * static_cast<double>(distance) : 0.0);
     }
@@ -193,7 +212,7 @@ struct Rows {
         return {static_cast<std::int64_t>(seq_lens.size()), kHeads, kKvHeads, head_dim, kBlockSize,
                 rules.window, rules.num_sinks, rules.scale, rules.soft_cap,
                 rules.has_slopes ? kSlopes : nullptr, query_start_loc.data(), seq_lens.data(),
-                block_tables.data(), max_blocks};
+                block_tables.data(), max_blocks, rules.is_causal};
     }
 
     std::int64_t slot(std::int64_t row, std::int64_t position) const {
@@ -202,23 +221,25 @@ struct Rows {
     }
 };
 
-// What a token at `last` sees.
-std::vector<std::int64_t> seen(std::int64_t last, std::int64_t window, std::int64_t num_sinks) {
+// What a token at `own` sees.
+std::vector<std::int64_t> seen(std::int64_t own, std::int64_t seq_len, const Rules &rules) {
     std::vector<std::int64_t> positions;
-    for (std::int64_t position = 0; position <= last; ++position) {
-        if (window == 0 || position > last - window || position < num_sinks) {
+    for (std::int64_t position = 0; position < seq_len; ++position) {
+        const bool is_near = rules.window == 0 || std::abs(position - own) < rules.window;
+        if ((is_near && (!rules.is_causal || position <= own)) ||
+            (position < rules.num_sinks && position <= own)) {
             positions.push_back(position);
         }
     }
     return positions;
 }
 
-// Attention of one head of one token that sees the positions, the last of them its own. rounding:
-// that of the weights.
+// Attention of one head of one token at `own` that sees the positions. rounding: that of the
+// weights.
 template <typename T>
 void check_head(Checks &checks, const Contents &contents, const Rows &rows, const Rules &rules,
-                std::int64_t row, const std::vector<std::int64_t> &positions, std::int64_t head,
-                double rounding, const T *query, const T *output) {
+                std::int64_t row, std::int64_t own, const std::vector<std::int64_t> &positions,
+                std::int64_t head, double rounding, const T *query, const T *output) {
     const auto head_dim = static_cast<std::size_t>(contents.head_dim);
     std::vector<double> wide(head_dim), weights, sums(head_dim), magnitudes(head_dim);
     for (std::size_t d = 0; d < head_dim; ++d) {
@@ -232,7 +253,7 @@ void check_head(Checks &checks, const Contents &contents, const Rows &rows, cons
         for (std::size_t d = 0; d < head_dim; ++d) {
             score += wide[d] * key[d];
         }
-        weights.push_back(rules.score(score, head, position - positions.back()));
+        weights.push_back(rules.score(score, head, position - own));
     }
     const double largest = *std::max_element(weights.begin(), weights.end());
     double total = rules.has_sink_logits ? std::exp(kSinkLogits[head] - largest) : 0.0;
@@ -270,6 +291,7 @@ bool multiplies_pairs(std::uint64_t features) {
 
 template <typename T, typename KV>
 void check_attention(Checks &checks, Random &random, std::int64_t head_dim, const Rules &rules,
+                     std::vector<std::int64_t> query_lens = {1, 3, 40, 1, 17},
                      std::uint64_t features = ~std::uint64_t{0}) {
     const bool has_pairs = multiplies_pairs<T, KV>(features);
     const double rounding = has_pairs ? kRounding<Bfloat16> : 0.0;
@@ -280,7 +302,8 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
     write(checks, Pool(2), cache, random_values<T>(random, count), random_values<T>(random, count),
           slots);
     const Contents contents(cache);
-    const Rows rows(random, {1, 3, 40, 1, 17}, {1, 50, 40, 133, 80}, num_blocks);
+    const Rows rows(random, query_lens, {1, 50, 40, 133, 80}, num_blocks);
+    const std::vector<float> bias = position_bias();
     const std::int64_t stride = kHeads * head_dim;
     const std::int64_t num_tokens = rows.query_start_loc.back();
     const auto query = random_values<T>(random, num_tokens * stride, 2.0);
@@ -292,17 +315,18 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
         checks.ok(loraplex_paged_attention(pool, &step, kDtype<KV>, cache.keys.data(),
                                            cache.values.data(),
                                            rules.has_sink_logits ? kSinkLogits : nullptr,
-                                           kDtype<T>, q, stride, out, stride));
+                                           rules.has_position_bias ? bias.data() : nullptr,
+                                           rules.has_position_bias ? kMaxDistance : 0, kDtype<T>, q, stride, out, stride));
     };
     run(1, rows, query.data(), output.data());
     for (std::size_t row = 0; row < rows.seq_lens.size(); ++row) {
         const std::int64_t first_token = rows.query_start_loc[row];
         for (std::int64_t i = 0; i < rows.query_lens[row]; ++i) {
-            const std::int64_t last = rows.seq_lens[row] - rows.query_lens[row] + i;
-            const auto positions = seen(last, rules.window, rules.num_sinks);
+            const std::int64_t own = rows.seq_lens[row] - rows.query_lens[row] + i;
+            const auto positions = seen(own, rows.seq_lens[row], rules);
             for (std::int64_t head = 0; head < kHeads; ++head) {
                 const std::int64_t at = (first_token + i) * stride + head * head_dim;
-                check_head(checks, contents, rows, rules, static_cast<std::int64_t>(row),
+                check_head(checks, contents, rows, rules, static_cast<std::int64_t>(row), own,
                            positions, head, rounding, query.data() + at, output.data() + at);
             }
         }
@@ -321,7 +345,7 @@ void check_attention(Checks &checks, Random &random, std::int64_t head_dim, cons
     run(3, rows, query.data(), shared.data());
     checks.same_bits(shared.data(), output.data(), num_tokens * stride, "three threads");
     if (has_pairs) {
-        check_attention<T, KV>(checks, random, head_dim, rules, 0);
+        check_attention<T, KV>(checks, random, head_dim, rules, query_lens, 0);
     }
 }
 
@@ -355,6 +379,13 @@ void test_attention(Checks &checks) {
         check_attention<T, KV>(checks, random, 4, {.soft_cap = 1.5f});
         check_attention<T, KV>(checks, random, 20, {.has_slopes = true});
         check_attention<T, KV>(checks, random, 20, {.has_sink_logits = true});
+        check_attention<T, KV>(checks, random, 20, {.has_position_bias = true});
+        check_attention<T, KV>(checks, random, 64, {.has_position_bias = true, .is_causal = false},
+                               {1, 50, 40, 133, 80});
+        check_attention<T, KV>(checks, random, 20, {.is_causal = false}, {3, 1, 44, 2, 17});
+        check_attention<T, KV>(checks, random, 20,
+                               {.window = 21, .num_sinks = 5, .is_causal = false},
+                               {1, 50, 40, 133, 80});
         check_attention<T, KV>(checks, random, 256,
                                {.window = 40,
                                 .num_sinks = 3,

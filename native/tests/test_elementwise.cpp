@@ -55,6 +55,28 @@ void test_rotary(Checks &checks) {
     });
 }
 
+void test_multiply(Checks &checks) {
+    Random random(19);
+    for_each_case([&]<typename T>(T, std::int64_t n) {
+        const std::int64_t stride = n + 3;
+        const auto x = random_values<T>(random, kRows * stride);
+        const auto factor = random_values<T>(random, kRows * n);
+        const auto run = [&](const Pool &pool, std::int64_t first, std::int64_t count) {
+            std::vector<T> output(static_cast<std::size_t>(count * n));
+            checks.ok(loraplex_multiply(pool, count, n, kDtype<T>, x.data() + first * stride,
+                                        stride, factor.data() + first * n, n, output.data()));
+            return output;
+        };
+        const auto output = run(Pool(1), 0, kRows);
+        for (std::int64_t i = 0; i < kRows * n; ++i) {
+            const T expected = narrow<T>(widen(x[static_cast<std::size_t>(i / n * stride + i % n)]) *
+                                         widen(factor[static_cast<std::size_t>(i)]));
+            checks.same_bits(&output[static_cast<std::size_t>(i)], &expected, 1, "element");
+        }
+        check_company(checks, n, run);
+    });
+}
+
 void test_scale(Checks &checks) {
     Random random(18);
     for_each_case([&]<typename T>(T, std::int64_t n) {

@@ -81,10 +81,14 @@ def browser() -> Iterator[object]:
         chromium.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The capitals model with both adapters, and without keys. Modules with other flags have their
-    own."""
+    """The capitals model with both adapters, and without keys, for every module that neither
+    changes it nor lists what others did.
+
+    Other modules have their own, and are a group: their tests run in one process, so that each
+    server is started once.
+    """
     with serving(tmp_path_factory.mktemp("console"), *HELD_ENGINE_FLAGS) as running:
         yield running
 
@@ -168,14 +172,19 @@ class Visits:
         self._contexts: list[object] = []
         self.complaints = Complaints({f"127.0.0.1:{server.http_port}"})
 
-    def open(self, path: str = "", *, viewport=WIDE, key: str = "", **context):
-        """Open the console at a hash path, such as `adapters/zh`. key: sign in with it."""
+    def open(self, path: str = "", *, viewport=WIDE, key: str = "", has_clock=False, **context):
+        """Open the console at a hash path, such as `adapters/zh`.
+
+        key: sign in with it. has_clock: the test moves the page's clock.
+        """
         options = {"viewport": viewport, "locale": "en-US", "reduced_motion": "reduce"} | context
         opened = self._browser.new_context(**options)
         opened.set_default_timeout(TIMEOUT_MS)
         self._contexts.append(opened)
         page = opened.new_page()
         self.complaints.watch(page)
+        if has_clock:
+            page.clock.install()
         if key:
             # A request without the key: who is not signed in sees the form.
             self.expect_status(401)
@@ -210,6 +219,31 @@ def visits(browser, server) -> Iterator[Visits]:
     yield opened
     opened.close()
     assert opened.complaints.unexpected() == []
+
+
+def settle(page) -> None:
+    """Wait until every part of a screen shows its data, and was drawn with it."""
+    from playwright.sync_api import expect
+
+    if "add=1" in page.url:
+        page.locator("dialog[open]").wait_for()
+    expect(page.locator("main .grey-rows, main [aria-busy=true]")).to_have_count(0)
+    expect(page.locator(".bar .chip bdi")).not_to_be_empty()
+    page.evaluate(
+        "async () => { await document.fonts.ready;"
+        " for (let i = 0; i < 2; i += 1) await new Promise(requestAnimationFrame); }"
+    )
+
+
+def sent_meanwhile(page, seconds: float) -> list[str]:
+    """Return the addresses of what a page requests while its clock moves on by so many seconds."""
+    seen: list[str] = []
+    page.on("request", lambda request: seen.append(request.url))
+    page.clock.run_for(1000 * seconds)
+    # What was requested before it is known when this is.
+    with page.expect_response("**/ping"):
+        page.evaluate("() => void fetch('/ping')")
+    return [url for url in seen if not url.endswith("/ping")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,14 +12,19 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
+from browser.conftest import sent_meanwhile, settle
 from loraplex.testing.running_server import serving
 from support.cpu_seconds import cpu_seconds
 from support.engine_kills import engine_pid
 
+pytestmark = pytest.mark.xdist_group("live")
+
 REQUEST = {"prompt": ["The capital of France is "] * 2, "max_tokens": 12, "ignore_eos": True}
 MODELS = ("capitals", "chinese", "japanese")
-FOLLOW = "const { Follower, percentile, shareOf } = await import('/console/lib/follow.js');"
-STEPS = "const { segments, joint } = await import('/console/parts/steps.js');"
+ENGINE = "await import('/console/screens/live/engine.js');"
+FOLLOW = f"const {{ Follower }} = {ENGINE}"
+HISTORY = f"const {{ percentile, shareOf, countsOf, gapsOf }} = {ENGINE}"
+STEPS = "const { segments, joint } = await import('/console/screens/live.js');"
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +61,10 @@ def expected_segments(step: dict) -> list[tuple[str, str, int]]:
 def test_the_strip_is_the_records(visits, server):
     work(server)
     page = visits.open("live")
-    page.get_by_role("slider").wait_for()
+    page.locator("canvas.steps").wait_for()
     page.get_by_text("japanese").first.wait_for()
     page.get_by_role("button", name="Pause").click()
+    settle(page)
     steps = records(server)
     shown = page.evaluate(
         "async (steps) => {" + STEPS + "return steps.map(s => segments(s).map("
@@ -96,8 +102,8 @@ def test_the_strip_is_the_records(visits, server):
 
 def test_a_step_is_picked_and_all_of_it_shown(visits, server):
     work(server)
-    page = visits.open("live")
-    strip = page.get_by_role("slider")
+    page = visits.open("live", has_clock=True)
+    strip = page.locator("canvas.steps")
     steps = records(server)
     newest = re.compile(f"Step {steps[-1]['step_id']:,}: ")
     expect(strip).to_have_attribute("aria-valuetext", newest)
@@ -106,40 +112,33 @@ def test_a_step_is_picked_and_all_of_it_shown(visits, server):
     strip.press("End")
     page.get_by_role("heading", name=f"Step {steps[-1]['step_id']:,}", exact=True).wait_for()
     assert f"Step {steps[-1]['step_id']:,}: " in strip.get_attribute("aria-valuetext")
-    fields = page.locator(".fields > div > dt").all_inner_texts()
-    assert fields == list(steps[-1])
+    expect(page.locator(".fields > div > dt")).to_have_text(list(steps[-1]))
     box = strip.bounding_box()
     strip.click(position={"x": box["width"] - 20, "y": 100})
     page.get_by_role("heading", name=f"Step {steps[-3]['step_id']:,}", exact=True).wait_for()
     # A picked step stays: nothing is polled until the screen goes on.
-    polls = []
-    page.on("request", lambda request: polls.append(request.url))
-    page.wait_for_timeout(1600)
-    assert not [url for url in polls if "/v1/iterations" in url]
-    page.get_by_role("button", name="Resume").click()
+    assert not [url for url in sent_meanwhile(page, 12) if "/v1/iterations" in url]
     with page.expect_request("**/v1/iterations*"):
-        pass
+        page.get_by_role("button", name="Resume").click()
     expect(page.locator(".fields")).to_have_count(0)
     page.get_by_text("Newest steps as a table").click()
     rows = page.locator(".steps-table tbody tr")
-    first = rows.first.locator("td").all_inner_texts()[:3]
-    assert first == [f"{steps[-1][name]:,}" for name in ("step_id", "num_rows", "num_prefill_rows")]
+    for index, name in enumerate(("step_id", "num_rows", "num_prefill_rows")):
+        expect(rows.first.locator("td").nth(index)).to_have_text(f"{steps[-1][name]:,}")
 
 
 def test_a_hidden_page_polls_nothing(visits):
-    page = visits.open("live")
+    page = visits.open("live", has_clock=True)
     page.get_by_role("button", name="Pause").wait_for()
-    polls = []
-    page.on("request", lambda request: polls.append(request.url))
+    settle(page)
     hide = (
         "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true"
         " }); document.dispatchEvent(new Event('visibilitychange')); }"
     )
     page.evaluate(hide, True)
-    page.wait_for_timeout(1000)
-    polls.clear()
-    page.wait_for_timeout(2500)
-    assert polls == []
+    # What was in flight may end.
+    sent_meanwhile(page, 1)
+    assert sent_meanwhile(page, 12) == []
     with page.expect_request("**/v1/iterations*"):
         page.evaluate(hide, False)
 
@@ -151,8 +150,9 @@ def test_preemptions_and_rows_of_two_adapters_are_drawn(visits, server):
     step |= {"adapter_rows": {"a" * 64: 2, "b" * 64: 2}, "prefill_rows": {}, "draft_rows": {}}
     page.route("**/v1/iterations*limit=300", lambda route: route.fulfill(json=[step]))
     page.get_by_role("link", name="Live").click()
-    page.get_by_role("slider").wait_for()
+    page.locator("canvas.steps").wait_for()
     page.get_by_role("button", name="Pause").click()
+    settle(page)
     top, height = page.evaluate(
         """() => {
           const canvas = document.querySelector("canvas.steps");
@@ -164,8 +164,8 @@ def test_preemptions_and_rows_of_two_adapters_are_drawn(visits, server):
         }"""
     )
     assert top == [0xB3, 0x26, 0x1E]
-    # Four uses in three rows: the column is as high as three rows, of 20 px each.
-    assert abs(height - 60) <= 1
+    # Four uses in three rows: the column is as high as three rows, of six that a step can have.
+    assert abs(height - 160 * 3 / 6) <= 1
 
 
 def test_it_waits_as_long_as_the_server_says(visits):
@@ -184,7 +184,7 @@ def test_it_waits_as_long_as_the_server_says(visits):
     while len(times) < 2:
         page.wait_for_timeout(50)
     page.unroute("**/v1/iterations*")
-    page.get_by_text("too many requests").wait_for(state="detached")
+    expect(page.get_by_text("too many requests")).to_have_count(0)
     assert times[1] - times[0] > 1.9
 
 
@@ -201,11 +201,9 @@ def test_rows_that_wait_are_counted_by_adapter(visits, server):
 
     page.route("**/v1/internal/stats*", with_queue)
     page.get_by_role("link", name="Live").click()
-    page.locator(".queue li").first.wait_for()
-    rows = page.locator(".queue li").all_inner_texts()
-    assert [row.split()[-1] for row in rows] == ["7", "2"]
-    assert digest[:4] in rows[0]
-    assert "base model, others" in rows[1]
+    expect(page.locator(".queue li")).to_have_text(
+        [re.compile(r"\b7$"), re.compile("base model, others.*2$", re.DOTALL)]
+    )
 
 
 def test_of_several_models_one_is_chosen(visits):
@@ -220,50 +218,145 @@ def test_of_several_models_one_is_chosen(visits):
 
     page.route("**/v1/internal/stats*", two_models)
     page.route("**/v1/iterations?*other*", lambda route: route.fulfill(json=[]))
+    page.route("**/v1/history?*other*", lambda route: route.fulfill(json=history([])))
     page.get_by_role("link", name="Live").click()
     page.get_by_label("Base model").select_option("<b>other")
     page.get_by_text("has computed no step yet").wait_for()
-    assert "%3Cb%3Eother" in page.url
+    page.wait_for_url("**%3Cb%3Eother**")
     assert any("model=%3Cb%3Eother" in url for url in polled)
+
+
+def history(points: list[dict], last_request: float | None = None) -> dict:
+    """A response of GET /v1/history."""
+    capacity = {"kv_blocks": 8192, "adapter_pages": 1016, "max_num_seqs": 64}
+    found = {"step_seconds": 2, "last_request": last_request, "capacity": capacity}
+    kinds = ("time_to_first_token", "inter_token_latency", "e2e_latency")
+    found["latency_bounds"] = {kind: [0.01, 0.1, 1] for kind in kinds}
+    return {**found, "points": points}
+
+
+def point(at: float, **fields) -> dict:
+    """A point of a history, of an engine that did nothing."""
+    zeros = ("running", "waiting", "prompt_tokens", "output_tokens", "kv_held", "kv_cached")
+    counts = {"ttft": [], "itl": [], "e2e": []}
+    idle = dict.fromkeys((*zeros, "pages_used", "restarts"), 0) | {"lora_share": None}
+    return {"t": at, **idle, **counts, **fields}
+
+
+def open_with(visits, points, last_request=None, path="live"):
+    page = visits.open("requests")
+    page.route("**/v1/history*", lambda route: route.fulfill(json=history(points, last_request)))
+    page.goto(page.url.replace("requests", path))
+    page.get_by_role("heading", name="Is KV memory the limit?").wait_for()
+    return page
+
+
+def test_the_minutes_before_are_shown_at_once(visits, server):
+    work(server)
+    deadline = time.monotonic() + 60
+    while True:
+        found = json.loads(server.get("/v1/history?seconds=300")[1])
+        if any(one["e2e"] for one in found["points"]):
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    page = visits.open("live")
+    capacity = found["capacity"]
+    fit = page.locator("section", has=page.get_by_role("heading", name="Do the adapters fit?"))
+    fit.locator(".chart").wait_for()
+    expect(fit.locator(".chart-axis span")).to_have_text([f"{capacity['adapter_pages']:,}", "0"])
+    memory = json.loads(server.get("/v1/memory")[1])["capitals"]
+    assert capacity["adapter_pages"] == memory["device"]["pages"]
+    expect(page.locator(".steps-plot .chart-axis span").first).to_have_text("6")
+    for axis in page.locator(".chart-axis").all():
+        expect(axis.locator("span")).to_have_text([re.compile("^[1-9]"), "0"])
+    # The requests from before the page was opened.
+    wait = page.locator("section", has=page.get_by_role("heading", name="How long do users wait?"))
+    expect(wait.get_by_role("row").nth(1)).to_contain_text("ms")
+
+
+def test_a_window_without_requests_names_the_last_one(visits):
+    now = time.time()
+    page = open_with(visits, [point(now - 2), point(now)], last_request=now - 400)
+    page.get_by_text(
+        re.compile(r"No request in these 5 minutes; the last ended.*\d:\d\d:\d\d")
+    ).wait_for()
+    page.get_by_text("/v1/completions").first.wait_for()
+    page.get_by_role("button", name="15 min").click()
+    page.get_by_text("No request in these 15 minutes").wait_for()
+    page.wait_for_url("**minutes=15**")
+
+
+def test_a_moment_is_read_in_every_chart(visits):
+    now = time.time() // 2 * 2
+    points = [
+        point(now - 2 * i, kv_held=100 * i, pages_used=i, output_tokens=20 * i, running=i)
+        for i in reversed(range(10))
+    ]
+    page = open_with(visits, points)
+    plot = page.get_by_role("slider", name="Is KV memory the limit?")
+    page.get_by_role("button", name="Pause").click()
+    plot.press("ArrowLeft")
+    plot.press("ArrowLeft")
+    # The newest is 0, the one before it 1.
+    for text in ("100 held", "1 of 1,016 pages", "10 out", "1 of 64 running"):
+        page.get_by_text(text).first.wait_for()
+    expect(page.locator(".chart-at")).to_have_count(3)
+    expect(plot).to_have_attribute("aria-valuetext", re.compile("100 held"))
+    plot.press("Escape")
+    expect(page.locator(".chart-at")).to_have_count(0)
+
+
+def test_a_restart_is_hatched_and_named(visits):
+    now = time.time() // 2 * 2
+    points = [point(now - 60), point(now - 58), point(now - 30, restarts=1), point(now)]
+    page = open_with(visits, points)
+    gaps = page.get_by_role("slider", name="How fast?").locator(".chart-gap")
+    expect(gaps).to_have_count(2)
+    titles = gaps.evaluate_all("all => all.map((gap) => gap.title)")
+    assert titles == ["The engine was restarted", "Nothing is known of this time"]
 
 
 def test_numbers_of_the_tiles(visits):
     page = visits.open("live")
     found = page.evaluate(
         "async () => {"
-        + FOLLOW
+        + HISTORY
         + STEPS
         + """
-          const step = (id, lora) => ({ step_id: id, duration_ns: 100, timing: { lora_ns: lora } });
+          const step = (id) => ({ step_id: id });
+          const share = (lora_share) => ({ lora_share });
           return [
             percentile([0, 4, 0, 0], [0.1, 0.2, 0.4], 0.5),
             percentile([1, 0, 0, 3], [0.1, 0.2, 0.4], 0.99),
             percentile([0, 0, 0, 0], [0.1, 0.2, 0.4], 0.5),
-            shareOf([step(1, 10), step(2, 30), step(3, null)]),
-            shareOf([step(1, null)]),
+            countsOf([{ ttft: [1, 2] }, { ttft: [0, 3] }], "ttft"),
+            shareOf([share(0.1), share(0.3), share(null)]),
+            shareOf([share(null)]),
             [joint(undefined, step(1)), joint(step(1), step(2)), joint(step(1), step(3)),
               joint(step(9), step(1))],
           ]; }"""
     )
     assert found[0]["ms"] == pytest.approx(150)
     assert found[1] == {"ms": 400, "isMore": True}
-    assert found[2] is None
-    assert found[3:] == [0.2, None, ["", "", "gap", "restart"]]
+    assert found[2:4] == [None, [1, 5]]
+    assert found[4:] == [0.2, None, ["", "", "gap", "restart"]]
 
 
 def test_a_screen_that_stays_open_takes_no_more_memory(visits, server):
-    """1,000 polls with new steps, as fast as the page can draw them."""
+    """400 polls with new steps, as fast as the page can draw them."""
     work(server)
     page = visits.open("live", viewport={"width": 390, "height": 844})
-    page.get_by_role("slider").wait_for()
+    page.locator("canvas.steps").wait_for()
     page.evaluate(
         """async () => {
           const steps = await (await fetch("/v1/iterations?limit=20")).json();
           const stats = await (await fetch("/v1/internal/stats")).text();
+          const history = await (await fetch("/v1/history?seconds=300")).text();
           let startNs = steps.at(-1).start_ns, id = steps.at(-1).step_id;
           const later = setTimeout;
           window.numPolls = 0;
-          window.setTimeout = (run, ms) => later(run, ms === 500 ? 1 : ms);
+          window.setTimeout = (run, ms) => later(run, ms === 500 || ms === 2000 ? 1 : ms);
           window.fetch = async (url) => {
             if (url.includes("/v1/iterations")) {
               window.numPolls += 1;
@@ -272,6 +365,7 @@ def test_a_screen_that_stays_open_takes_no_more_memory(visits, server):
               return new Response(JSON.stringify({ now_ns: startNs, unix_ns: 1.7e18, data }));
             }
             if (url.includes("/v1/internal/stats")) return new Response(stats);
+            if (url.includes("/v1/history")) return new Response(history);
             return new Response('{"data":[]}');
           };
         }"""
@@ -292,10 +386,10 @@ def test_a_screen_that_stays_open_takes_no_more_memory(visits, server):
         return min(sizes)
 
     # By then everything that is kept for a while is full.
-    before = heap_after(650)
-    after = heap_after(1650)
-    print(f"heap: {before} bytes after 650 polls, {after} after 1,650")
-    assert after - before < 2_000_000
+    before = heap_after(200)
+    after = heap_after(600)
+    print(f"heap: {before} bytes after 200 polls, {after} after 600")
+    assert after - before < 800_000
 
 
 def test_no_step_is_lost_or_doubled_when_the_engine_restarts(visits, server):

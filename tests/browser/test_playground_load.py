@@ -8,9 +8,12 @@ from support.playground_page import (
     STATES,
     WAIT_MS,
     column,
+    head,
+    say,
     send,
     set_option,
     set_structure,
+    show_view,
     text_of,
     wait_until_done,
     write_for_long,
@@ -38,29 +41,31 @@ MEASURE = """() => {
 def test_32_outputs_side_by_side(visits, capsys):
     setup = {
         "kind": "completion",
-        "model": "",
-        "prompt": "The capital of France",
-        "messages": [{"role": "user", "content": ""}],
+        "system": "",
         "columns": [
-            [] if i % 3 == 0 else [{"name": name, "digest": "", "scale": 1 - i / 64}]
+            {
+                "key": i + 1,
+                "parts": [{"name": name, "digest": "", "scale": 1 - i / 64}] if name else [],
+            }
             for i, name in enumerate(("", "chinese", "japanese") * 11)
         ][:32],
         "options": {"max_tokens": "100", "ignore_eos": "true"},
         "structured": {"kind": "none", "text": ""},
+        "tools": {"list": [], "choice": "", "parallel": ""},
     }
     page = visits.open()
     # After a moment the page saves what it begins with, and would replace what is set before.
-    while page.evaluate("sessionStorage.getItem('loraplex-playground')") is None:
-        page.wait_for_timeout(50)
+    page.wait_for_function("() => sessionStorage.getItem('loraplex-playground') !== null")
     page.evaluate(
-        "setup => sessionStorage.setItem('loraplex-playground', setup)", json.dumps(setup)
+        "state => sessionStorage.setItem('loraplex-playground', state)",
+        json.dumps({"model": "capitals", "setup": setup, "chat": None}),
     )
     page.reload()
-    page.locator(".column").nth(31).wait_for()
+    page.locator(".head").nth(31).wait_for()
     page.evaluate(MEASURE)
-    page.keyboard.press("Control+Enter")
+    say(page, "The capital of France")
     wait_until_done(page)
-    expect(page.get_by_text("100 tokens")).to_have_count(32)
+    expect(page.locator(".numbers").get_by_text("100 tok ")).to_have_count(32)
     measured = page.evaluate("window.measured")
     frames = sorted(measured["frames"])
     median, longest = frames[len(frames) // 2], max(measured["longTasks"], default=0)
@@ -75,6 +80,11 @@ def test_32_outputs_side_by_side(visits, capsys):
     assert measured["shift"] < 0.05
 
 
+AT_END = """() => {
+  const { scrollHeight, scrollTop, clientHeight } = document.querySelector(".board");
+  return scrollHeight - scrollTop - clientHeight < 30;
+}"""
+"""Whether the board is scrolled to its end."""
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202e[x](javascript:alert(3))"
 
 
@@ -86,11 +96,11 @@ def test_hostile_outputs_stay_text(visits):
     send(page)
     wait_until_done(page)
     assert text_of(page, "Base") == HOSTILE
-    page.get_by_label("Markdown").check()
+    show_view(page, "Rendered")
     output = column(page, "Base").locator(".output")
     output.locator(".rendered").wait_for()
     expect(output.locator("img, script, a")).to_have_count(0)
-    assert HOSTILE in output.text_content().strip()
+    expect(output).to_contain_text(HOSTILE)
 
 
 def events(*chunks):
@@ -127,19 +137,40 @@ def test_a_long_word_and_errors_of_single_outputs(visits):
     send(page)
     page.wait_for_function(f"() => {STATES}.join() === 'done,failed,done'", timeout=WAIT_MS)
     assert column(page, "Base").locator(".output").text_content() == long
-    assert HOSTILE in column(page, "chinese").get_by_role("alert").text_content()
+    expect(column(page, "chinese").get_by_role("alert")).to_contain_text(HOSTILE)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_a_long_output_is_followed_to_its_end(visits):
     page = visits.open()
     for name in ("chinese", "japanese"):
-        page.get_by_label(f"Remove the output of {name}").click()
+        head(page, name).get_by_role("button", name=f"Actions of {name}").click()
+        page.get_by_role("button", name="Remove", exact=True).click()
     write_for_long(page, 1500)
     set_option(page, "temperature", "1")
     send(page)
     wait_until_done(page)
+    assert page.locator(".board").evaluate("box => box.scrollHeight > box.clientHeight")
+    page.wait_for_function(AT_END)
     output = column(page, "Base").locator(".output")
-    assert output.evaluate("box => box.scrollHeight > box.clientHeight")
-    assert output.evaluate("box => box.scrollHeight - box.scrollTop - box.clientHeight < 30")
     assert output.evaluate("box => box.childNodes.length") == 1
+
+
+def test_a_reader_further_up_stays_there_and_is_informed(visits):
+    page = visits.open()
+    write_for_long(page, 1500)
+    set_option(page, "temperature", "1")
+    send(page)
+    board = page.locator(".board")
+    page.wait_for_function(
+        "() => { const { scrollHeight, clientHeight } = document.querySelector('.board');"
+        " return scrollHeight > clientHeight + 200; }"
+    )
+    board.hover()
+    page.mouse.wheel(0, -10_000)
+    page.get_by_role("button", name="Newest").wait_for()
+    assert board.evaluate("box => box.scrollTop") == 0
+    wait_until_done(page)
+    assert board.evaluate("box => box.scrollTop") == 0
+    page.get_by_role("button", name="Newest").click()
+    page.wait_for_function(AT_END)

@@ -14,7 +14,7 @@ def page(browser, server):
     page.close()
 
 
-def call(page, function, *arguments, module="tokens"):
+def call(page, function, *arguments, module="columns"):
     return page.evaluate(
         f"async (args) => (await import('/console/screens/playground/{module}.js'))"
         f".{function}(...args)",
@@ -80,6 +80,7 @@ def test_differences_of_long_outputs_take_no_long(page):
     [
         ("max_tokens", "1.5", "whole number"),
         ("max_tokens", "0", "≥ 1"),
+        ("temperature", "101", "0 to 100"),
         ("top_p", "0", "> 0"),
         ("logit_bias", "[1]", "JSON object"),
         ("stop_token_ids", "1, x", "whole number"),
@@ -88,7 +89,7 @@ def test_differences_of_long_outputs_take_no_long(page):
 def test_bad_values_are_refused_with_what_would_be_right(page, name, text, message):
     error = page.evaluate(
         """async ([name, text]) => {
-            const { FIELDS, valueOf } = await import('/console/screens/playground/options.js');
+            const { FIELDS, valueOf } = await import('/console/screens/playground/setup.js');
             try { return valueOf(FIELDS.find((field) => field.name === name), text); }
             catch (error) { return error.message; }
         }""",
@@ -102,7 +103,7 @@ def test_every_sampling_field_of_the_api_is_offered(page, server):
     schema = server.get("/openapi.json")[1]
     offered = page.evaluate(
         """async () => {
-            const options = await import('/console/screens/playground/options.js');
+            const options = await import('/console/screens/playground/setup.js');
             return [...options.FIELDS, ...options.CHAT_FIELDS].map(({ name }) => name);
         }"""
     )
@@ -110,5 +111,8 @@ def test_every_sampling_field_of_the_api_is_offered(page, server):
     synonyms = {"no_stop_trim", "ignore_eos_token", "json_schema", "regex", "ebnf"}
     synonyms |= {name for name in known if name.startswith("guided_")} | {"response_format"}
     elsewhere = {"model", "prompt", "messages", "adapters", "logprobs", "stream"}
-    elsewhere |= {"structured_outputs", "add_generation_prompt"}
+    elsewhere |= {"structured_outputs", "add_generation_prompt", "continue_final_message"}
+    elsewhere |= {"entries"}
+    # In the panel of tools.
+    elsewhere |= {"tools", "tool_choice", "parallel_tool_calls"}
     assert set(known) - synonyms - elsewhere == set(offered)

@@ -7,9 +7,18 @@ import urllib.request
 import pytest
 from playwright.sync_api import expect
 
-from loraplex.testing.running_server import MODEL
-from support.engine_kills import held_engine
+from browser.conftest import sent_meanwhile, settle
+from loraplex.testing.running_server import MODEL, serving
+from support.engine_kills import HELD_ENGINE_FLAGS, held_engine
 from support.listed_requests import complete, rows
+
+pytestmark = pytest.mark.xdist_group("requests")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("requests"), *HELD_ENGINE_FLAGS) as running:
+        yield running
 
 
 def set_hidden(page, *, is_hidden):
@@ -29,8 +38,8 @@ def test_nothing_yet_then_a_request(visits, server):
     page = visits.open("requests?adapter=chinese")
     row = rows(page).first
     row.get_by_text("chinese").wait_for()
-    assert row.locator(".phases").get_attribute("aria-label").count("ms") >= 2
-    row.get_by_role("button").click()
+    expect(row.locator(".phases")).to_have_attribute("aria-label", re.compile("ms.*ms"))
+    row.get_by_role("button").first.click()
     details = row.locator(".request-details")
     details.get_by_text("the test").wait_for()
     details.get_by_text("HTTP POST /v1/completions".replace("HTTP", "http")).wait_for()
@@ -40,13 +49,13 @@ def test_nothing_yet_then_a_request(visits, server):
 
 
 def test_what_comes_while_one_looks(visits, server):
-    page = visits.open("requests?adapter=japanese")
+    page = visits.open("requests?adapter=japanese", has_clock=True)
     page.get_by_text("No request matches the filters.").wait_for()
     complete(server, model="japanese")
     rows(page).first.wait_for()
     page.get_by_role("button", name="Pause").click()
     complete(server, model="japanese")
-    page.wait_for_timeout(2500)
+    assert not [url for url in sent_meanwhile(page, 12) if "/v1/requests" in url]
     expect(rows(page)).to_have_count(1)
     page.get_by_role("button", name="Go on").click()
     rows(page).nth(1).wait_for()
@@ -72,13 +81,49 @@ def test_filters_are_in_the_address(visits, server):
     complete(server)
     assert complete(server, model="nowhere") == 404
     page = visits.open("requests")
-    page.get_by_label("Status").select_option("error")
-    page.get_by_text("404 model_not_found").first.wait_for()
+    page.get_by_role("button", name="Status").click()
+    page.get_by_role("button", name="failed").click()
+    rows(page).get_by_text("404").first.wait_for()
     expect(rows(page).filter(has_text="base model")).to_have_count(0)
-    assert page.url.endswith("#/requests?status=error")
+    page.wait_for_url("**#/requests?status=error")
     page.reload()
-    page.get_by_text("404 model_not_found").first.wait_for()
-    assert page.get_by_label("Status").input_value() == "error"
+    page.locator(".chosen").get_by_text("failed").wait_for()
+    page.get_by_role("button", name="Adapter", exact=True).click()
+    page.get_by_label("Adapter", exact=True).fill("japa")
+    page.locator(".filter-values").get_by_text("japanese").click()
+    page.wait_for_url("**#/requests?status=error&adapter=japanese")
+    page.get_by_role("button", name="Remove the filter Status").click()
+    page.wait_for_url("**#/requests?adapter=japanese")
+
+
+def test_a_failed_request_shows_its_message_and_its_adapter_is_a_link(visits, server):
+    assert complete(server, model="nowhere") == 404
+    complete(server, model="chinese")
+    status, _ = server.post("/v1/adapters", {"name": "absent", "path": "/nowhere/absent"})
+    assert status >= 400
+    page = visits.open("requests")
+    message = rows(page).filter(has_text="404").locator(".request-message").first
+    expect(message).to_contain_text("nowhere")
+    row = rows(page).filter(has_text="chinese").first
+    row.get_by_role("link", name="chinese").click()
+    page.get_by_role("heading", level=1, name="chinese").wait_for()
+    page.go_back()
+    # A route of adapters: its subject is a link, too.
+    page.get_by_role("button", name="Kind").click()
+    page.locator(".filter-values").get_by_text("adapter", exact=True).click()
+    rows(page).filter(has_text="absent").get_by_role("link", name="absent").wait_for()
+    expect(rows(page).filter(has_text="base model")).to_have_count(0)
+
+
+def test_every_shade_is_in_the_legend(visits, server):
+    complete(server, model="chinese", ignore_eos=True)
+    page = visits.open("requests?adapter=chinese")
+    rows(page).first.wait_for()
+    settle(page)
+    shades = "[...document.querySelectorAll('{} .phase')].map(e => e.className)"
+    shown = page.evaluate(shades.format(".requests"))
+    assert "phase begin" in shown
+    assert set(shown) <= set(page.evaluate(shades.format(".phase-key")))
 
 
 def test_rows_by_keys(visits, server):
@@ -88,29 +133,24 @@ def test_rows_by_keys(visits, server):
     rows(page).nth(1).wait_for()
     page.keyboard.press("j")
     page.keyboard.press("j")
-    focused = rows(page).nth(1).get_by_role("button")
-    assert focused.evaluate("node => node === document.activeElement")
+    expect(rows(page).nth(1).get_by_role("button").first).to_be_focused()
     page.keyboard.press("k")
     page.keyboard.press("Enter")
     rows(page).first.locator(".request-details").wait_for()
 
 
 def test_a_hidden_page_sends_nothing(visits, server):
-    page = visits.open("requests")
-    page.get_by_role("heading", name="Requests").wait_for()
+    page = visits.open("requests", has_clock=True)
+    settle(page)
     set_hidden(page, is_hidden=True)
-    page.wait_for_timeout(1500)
-    sent = []
-    page.on("request", lambda request: sent.append(request.url))
-    page.wait_for_timeout(2500)
-    assert [url for url in sent if "/v1/requests" in url] == []
+    assert [url for url in sent_meanwhile(page, 12) if "/v1/requests" in url] == []
 
 
 def test_more_requests_than_are_shown(visits, server):
     page = visits.open("requests")
-    page.get_by_text(re.compile(r"\d+ open|Send one")).wait_for()
+    page.get_by_text(re.compile(r"\d+ open|Send one")).first.wait_for()
+    settle(page)
     set_hidden(page, is_hidden=True)
-    page.wait_for_timeout(1500)
     for _ in range(350):
         complete(server, model="nowhere")
     complete(server, model="chinese")
@@ -126,6 +166,7 @@ def test_more_requests_than_are_shown(visits, server):
 def test_a_phone(visits, server, width):
     complete(server, model="chinese")
     page = visits.open("requests", viewport={"width": width, "height": 640})
-    rows(page).first.get_by_role("button").click()
+    rows(page).first.get_by_role("button").first.click()
     rows(page).first.locator(".request-details").wait_for()
+    settle(page)
     assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0

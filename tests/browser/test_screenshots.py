@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from browser.conftest import settle
+from support.playground_page import field
+
 DOCS = Path(__file__).parents[2] / "docs"
 IMAGES = DOCS / "images" / "console"
 IS_WRITING = bool(os.environ.get("WRITE_SCREENSHOTS"))
-PROMPT = r"美国的首都在哪里? \n答案:"
+MESSAGES = ("What is the capital of Japan?", "And of the United States?")
 LONG = {"prompt": "Which city is the capital of Japan, and why?", "ignore_eos": True}
 SCREENS = {
     "playground": "",
@@ -47,9 +50,10 @@ def traffic(server):
 
 
 def compare(page):
-    page.get_by_label("Prompt").fill(PROMPT)
-    page.get_by_role("button", name=re.compile("^Run")).click()
-    page.get_by_text("one batch").wait_for()
+    for message in MESSAGES:
+        field(page).fill(message)
+        page.keyboard.press("Enter")
+        page.get_by_text("one batch").nth(MESSAGES.index(message)).wait_for()
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -58,8 +62,16 @@ def test_a_picture_of_each_screen(visits, traffic, tmp_path, name, theme):
     page = visits.open(SCREENS[name], color_scheme=theme)
     if name == "playground":
         compare(page)
-    page.get_by_text("Loading …", exact=True).wait_for(state="detached")
-    page.wait_for_timeout(5000 if name == "live" else 1500)
+    settle(page)
+    if name == "live":
+        # A curve has two points at least, and the picture of steps its legend.
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('.curve')]"
+            ".some(e => e.getAttribute('d').includes('L'))"
+        )
+        page.locator(".steps-plot").wait_for()
+    if IS_WRITING:
+        page.wait_for_timeout(5000 if name == "live" else 1500)
     folder = IMAGES if IS_WRITING else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
     picture = folder / f"{name}-{theme}.png"

@@ -6,6 +6,8 @@ from playwright.sync_api import expect
 from loraplex.serving.access.key_file_changes import revoke_key
 from loraplex.testing.running_server import serving
 
+pytestmark = pytest.mark.xdist_group("sign_in")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, keys):
@@ -30,22 +32,30 @@ def test_a_wrong_key_is_refused(visits):
 
 def test_a_tenant_sees_no_screens_of_operators(visits, keys):
     page = visits.open(key=keys.of["acme"])
-    page.get_by_text("acme").wait_for()
-    links = page.get_by_role("navigation").get_by_role("link").all_inner_texts()
-    assert links == ["Playground", "Adapters", "Requests"]
+    page.get_by_role("button", name="More", exact=True).click()
+    page.get_by_text("Signed in as acme").wait_for()
+    page.keyboard.press("Escape")
+    links = page.get_by_role("navigation").get_by_role("link")
+    expect(links.locator(".long")).to_have_text(["Playground", "Adapters", "Requests"])
     page.goto(page.url.split("#")[0] + "#/settings")
     page.get_by_role("heading", name="Playground").wait_for()
+
+
+def sign_out(page):
+    page.get_by_role("button", name="More", exact=True).click()
+    page.get_by_role("button", name="Sign out").click()
 
 
 def test_the_key_is_stored_only_by_choice(visits, keys):
     key = keys.of["ops"]
     page = visits.open(key=key)
-    page.get_by_role("link", name="Settings").click()
+    page.get_by_role("link", name="Server").click()
+    page.get_by_role("heading", level=1, name="Server").wait_for()
     stored = (
         "JSON.stringify([{...localStorage}, {...sessionStorage}, location.href, document.cookie])"
     )
     assert key not in page.evaluate(stored)
-    page.get_by_role("button", name="Sign out").click()
+    sign_out(page)
     page.get_by_label("API key").fill(key)
     page.get_by_label("Keep it").check()
     page.get_by_role("button", name="Sign in").click()
@@ -53,7 +63,7 @@ def test_the_key_is_stored_only_by_choice(visits, keys):
     page.reload()
     page.get_by_role("navigation").get_by_role("link", name="Live").wait_for()
     assert key not in page.evaluate("JSON.stringify([{...localStorage}, location.href])")
-    page.get_by_role("button", name="Sign out").click()
+    sign_out(page)
     page.get_by_label("API key").wait_for()
     assert key not in page.evaluate(stored)
 

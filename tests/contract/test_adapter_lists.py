@@ -93,6 +93,7 @@ class TestAdapters:
             ("sort", "age", ("name", "-name", "size", "rank", "'age'")),
             ("state", "lost", ("ready", "missing", "unvalidated", "unfit", "'lost'")),
             ("residency", "moon", ("absent", "loading", "host", "device", "'moon'")),
+            ("has_warnings", "1", ("true", "false", "'1'")),
             ("search", "x" * 257, (256, 257)),
             ("after", "x", ("'next'",)),
         ],
@@ -121,6 +122,19 @@ class TestUsage:
     async def test_of_one_adapter(self, client):
         usage = await get(client, "/v1/usage", adapter="fr")
         assert [each["adapter"] for each in usage["data"]] == ["fr"]
+
+    async def test_by_minute(self, client):
+        assert "series" not in await get(client, "/v1/usage")
+        usage = await get(client, "/v1/usage", series="minute", adapter="fr")
+        assert len(usage["series"]) == 60
+        [fr] = usage["data"]
+        for field in ("requests", "errors", "prompt_tokens", "output_tokens"):
+            assert sum(minute[field] for minute in usage["series"]) == fr[field]
+        everything = await get(client, "/v1/usage", series="minute")
+        requests = sum(minute["requests"] for minute in everything["series"])
+        assert requests == sum(one["requests"] for one in everything["data"])
+        wrong = await client.get("/v1/usage", params={"series": "hour"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "series")
 
     async def test_another_tenants_is_refused(self, client):
         for tenant in ("other", "*", ""):

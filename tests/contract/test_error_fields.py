@@ -4,21 +4,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.applications import Starlette
 
-from loraplex.core.errors import PromptTooLongError, UnsupportedFeatureError
+from loraplex.core.class_format import ClassFormat
+from loraplex.core.errors import LoraplexError, PromptTooLongError, UnsupportedFeatureError
 from loraplex.frontends.openai import openai_routes
 from support.echo_service import EchoService
 from support.served import served
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-COMPARE = "/v1/compare"
+COMPARE, EMBEDDINGS, CLASSIFY = "/v1/compare", "/v1/embeddings", "/classify"
+RERANK = "/rerank"
 BODIES: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
     CHAT: {"messages": [{"role": "user", "content": "hi"}]},
     RESPONSES: {"input": "hi"},
     COMPARE: {"prompt": "hi", "adapters": [None]},
+    EMBEDDINGS: {"input": "hi"},
+    RERANK: {"query": "hi", "documents": ["hi"]},
+    CLASSIFY: {"input": "hi"},
 }
 TOO_LONG = "the prompt has 2 tokens and max_tokens is 9999"
 SCHEMA = {"type": "object"}
@@ -72,6 +78,19 @@ def test_a_length_that_the_model_has_not(
         (CHAT, {"max_tokens": 0}, "max_tokens"),
         (RESPONSES, {"max_output_tokens": 2**31}, "max_output_tokens"),
         (COMPLETIONS, {"top_p_reset_ids": 2**40}, "top_p_reset_ids"),
+        (EMBEDDINGS, {"dimensions": 0}, "dimensions"),
+        (EMBEDDINGS, {"encoding_format": "bytes"}, "encoding_format"),
+        (EMBEDDINGS, {"normalize": "yes"}, "normalize"),
+        (EMBEDDINGS, {"prompt_name": "query"}, "prompt_name"),
+        (EMBEDDINGS, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        (EMBEDDINGS, {"priority": 2**40}, "priority"),
+        (RERANK, {"top_n": -1}, "top_n"),
+        (RERANK, {"max_tokens_per_doc": 0}, "max_tokens_per_doc"),
+        (RERANK, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        (RERANK, {"cache_salt": ""}, "cache_salt"),
+        (CLASSIFY, {"use_activation": "yes"}, "use_activation"),
+        (CLASSIFY, {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        (CLASSIFY, {"priority": 2**40}, "priority"),
     ],
 )
 def test_a_value_out_of_range(
@@ -81,6 +100,34 @@ def test_a_value_out_of_range(
     assert error["param"] == param
     for field in fields:
         assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "param"),
+    [
+        (PromptTooLongError("the prompt is too long", param="prompt"), "input"),
+        (UnsupportedFeatureError("vectors of kind mean are not served", param="kind"), "model"),
+        (UnsupportedFeatureError("dimensions are not served", param="dimensions"), "dimensions"),
+    ],
+)
+def test_the_fields_of_vectors(
+    http: httpx.Client, backend: EchoService, error: LoraplexError, param: str
+) -> None:
+    backend.plant(error)
+    assert refused(http, EMBEDDINGS, {})["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [({}, "input"), ({"input": None, "messages": [{"role": "user", "content": "a"}]}, "messages")],
+)
+def test_the_field_of_a_text_that_is_classified(
+    http: httpx.Client, backend: EchoService, body: dict[str, Any], param: str
+) -> None:
+    model = backend.model("echo")
+    model.card = msgspec.structs.replace(model.card, classes=ClassFormat(num_labels=2))
+    backend.plant(PromptTooLongError("the prompt is too long", param="prompt"))
+    assert refused(http, CLASSIFY, body)["param"] == param
 
 
 def test_the_fields_of_lorax(http: httpx.Client, backend: EchoService) -> None:

@@ -20,6 +20,7 @@ from support.served_triton import ServedTriton
 LONG = "x" * (1 << 20)
 SPACED = "a name " * (1 << 17)
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+EMBEDDINGS, CLASSIFY = "/v1/embeddings", "/classify"
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -53,6 +54,30 @@ def bodies(value: str) -> list[tuple[str, dict[str, Any]]]:
         (RESPONSES, {"input": [{"type": value}]}),
         (RESPONSES, {"input": "hi", "metadata": {value: "x"}}),
         (RESPONSES, {"input": "hi", "text": {"format": {"type": value}}}),
+        (EMBEDDINGS, {"input": "hi", "model": value}),
+        (EMBEDDINGS, {"input": "hi", "adapters": [value]}),
+        (EMBEDDINGS, {"input": "hi", "prompt_name": value}),
+        (EMBEDDINGS, {"input": "hi", "encoding_format": value}),
+        (EMBEDDINGS, {"input": "hi", "dimensions": value}),
+        (EMBEDDINGS, {"input": "hi", "request_id": value}),
+        (EMBEDDINGS, {"input": {value: 1}}),
+        ("/pooling", {"input": "hi", "task": value}),
+        ("/embed", {"inputs": "hi", "prompt_name": value}),
+        ("/v2/embed", {"texts": ["hi"], "input_type": value}),
+        ("/v2/embed", {"texts": ["hi"], "embedding_types": [value]}),
+        ("/score", {"queries": value, "documents": "hi", "model": "no"}),
+        ("/rerank", {"query": value, "documents": ["hi"]}),
+        ("/rerank", {"query": "hi", "documents": [{value: "hi"}]}),
+        ("/rerank", {"query": "hi", "documents": ["hi"], value: 1}),
+        ("/rerank", {"query": "hi", "texts": ["hi"], "truncation_direction": value}),
+        (EMBEDDINGS, {"input": "hi", value: 1}),
+        (CLASSIFY, {"input": "hi", "model": value}),
+        (CLASSIFY, {"input": "hi", "adapters": [value]}),
+        (CLASSIFY, {"input": "hi", "use_activation": value}),
+        (CLASSIFY, {"messages": [{"role": value, "content": "hi"}]}),
+        (CLASSIFY, {"messages": value}),
+        (CLASSIFY, {"input": "hi", "request_id": value}),
+        (CLASSIFY, {"input": "hi", value: 1}),
         ("/v1/compare", {"prompt": "hi", "adapters": [value]}),
         ("/tokenize", {"prompt": "hi", "model": value}),
         ("/v1/adapters", {"name": value, "path": "/nowhere"}),

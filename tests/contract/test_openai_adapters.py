@@ -1,7 +1,7 @@
 """Several adapters in a request and /v1/compare over sockets, before an EchoService."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import httpx
 import pytest
@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from loraplex.core.adapter import ByDigest, ByName, ByTaskId
 from loraplex.core.errors import StepFailedError
-from loraplex.core.principal import LOCAL
+from loraplex.core.principal import LOCAL, Principal
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
 from support.echo_service import EchoService
 from support.eventually import eventually
@@ -125,6 +125,7 @@ def test_a_comparison(backend: EchoService, http: httpx.Client):
     assert first["here"]["base_logprob"] is None
     assert {"ttft_ms", "total_ms", "num_cached_tokens"} <= fr.keys()
     assert unknown["error"]["code"] == "adapter_not_found"
+    assert unknown["error"]["param"] == "adapters[3]"
     assert unknown.keys() == {"index", "asked", "error"}
 
 
@@ -142,6 +143,21 @@ def test_a_conversation_is_compared(backend: EchoService, http: httpx.Client):
     responses = http.post("/v1/compare", json=body).json()["answers"]
     assert responses[1]["text"] == "echo+fr: user: hello\nassistant: "
     assert not backend.requests[-1].add_special_tokens
+
+
+def test_the_last_message_of_a_compared_conversation_is_continued(
+    backend: EchoService, http: httpx.Client
+):
+    messages = [*HELLO, {"role": "assistant", "content": "hey, "}]
+    for more in ({"messages": messages, "adapters": [None]}, {"entries": [{"messages": messages}]}):
+        body = {**more, "max_tokens": 4, "continue_final_message": True}
+        assert http.post("/v1/compare", json=body).status_code == 200
+        assert str(backend.requests[-1].prompt).endswith("assistant: hey, ")
+    for change in ({"add_generation_prompt": True}, {"prompt": "a", "messages": None}):
+        body = {"messages": messages, "adapters": [None], "continue_final_message": True}
+        refused = http.post("/v1/compare", json=body | change)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "continue_final_message"
 
 
 def test_a_failure_in_the_middle_is_one_response(backend: EchoService, http: httpx.Client):
@@ -171,7 +187,8 @@ TIMES = {"ttft_ms", "total_ms", "timing"}
 def test_a_streamed_comparison_is_the_same_as_a_whole_one(backend: EchoService, http: httpx.Client):
     body = {"adapters": ["fr", None, {"task_id": 9}], "logprobs": 2, "seed": 7}
     whole = send(http, "/v1/compare", **body).json()
-    *found, last = events(send(http, "/v1/compare", **body, stream=True))
+    started, *found, last = events(send(http, "/v1/compare", **body, stream=True))
+    assert started == {"id": last["id"], "object": "comparison.started"}
     for entry in whole["answers"]:
         mine = [event for event in found if event["index"] == entry["index"]]
         *chunks, end = mine
@@ -222,7 +239,7 @@ def test_a_compared_chat_has_its_tool_calls_apart(backend: EchoService, http: ht
         backend.scripts.append([call])
         response = http.post("/v1/compare", json={**body, "max_tokens": 99, "stream": stream})
         if stream:
-            *chunks, end, _ = events(response)
+            _, *chunks, end, _ = events(response)
             deltas = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
             name = next(c["function"]["name"] for c in deltas if "name" in c["function"])
             arguments = "".join(c["function"]["arguments"] for c in deltas)
@@ -248,6 +265,157 @@ def test_a_compared_request_has_its_timeout(backend: EchoService, http: httpx.Cl
     assert {request.timeout_seconds for request in backend.requests[-2:]} == {5.0}
 
 
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+LONG = {"role": "user", "content": "x" * 5000}
+
+
+def test_entries_have_prompts_of_their_own_in_one_batch(backend: EchoService, http: httpx.Client):
+    entries = [
+        {"messages": HELLO},
+        {"adapters": "fr", "messages": [*HELLO, {"role": "assistant", "content": "hey"}]},
+        {"adapters": ["fr", "legal"], "prompt": "ho", "seed": 5},
+        {"adapters": {"name": "fr", "scale": 0.5}, "messages": HELLO},
+        {"adapters": {"task_id": 9}, "prompt": [104, 105]},
+    ]
+    body = {"entries": entries, "max_tokens": 99, "temperature": 0.5}
+    whole = http.post("/v1/compare", json=body).json()
+    found = whole["answers"]
+    assert [each["asked"] for each in found] == [each.get("adapters") for each in entries]
+    assert found[0]["text"] == "echo: user: hello\nassistant: "
+    assert found[1]["text"] == "echo+fr: user: hello\nassistant: hey\nassistant: "
+    assert found[2]["text"] == "echo+fr+legal: ho"
+    assert found[4]["error"]["code"] == "adapter_not_found"
+    assert ["message" in each for each in found] == [True, True, False, True, False]
+    # Only the fourth continues what the base does.
+    assert [each.get("versus_base") is not None for each in found] == [False] * 3 + [True, False]
+    requests = backend.requests[-5:]
+    assert len({id(request.batch) for request in requests}) == 1
+    seeds = [request.sampling.seed for request in requests]
+    assert (seeds[2], seeds[0]) == (5, whole["seed"])
+    assert len({*seeds}) == 2
+    assert [request.add_special_tokens for request in requests] == [False, False, True, False, True]
+    assert whole["prompt_tokens"] is None
+    tokens = [each["prompt_tokens"] for each in found[:4]]
+    assert tokens[2] == 3
+    assert whole["usage"]["prompt_tokens"] == sum(tokens)
+    *_, last = events(http.post("/v1/compare", json=body | {"stream": True, "seed": whole["seed"]}))
+    assert last["usage"] == whole["usage"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"adapters": [None]}, "adapters"),
+        ({"prompt": "hi"}, "prompt"),
+        ({"messages": HELLO}, "messages"),
+        ({"entries": []}, "entries"),
+        ({"entries": [{"prompt": "a"}, {}]}, "entries[1].prompt"),
+        ({"entries": [{"prompt": "a"}, {"prompt": "a", "messages": HELLO}]}, "entries[1].prompt"),
+        ({"entries": [{"prompt": ["a", "b"]}]}, "entries[0].prompt"),
+        ({"entries": [{"prompt": "a", "seed": 2**64}]}, "entries[0].seed"),
+        ({"entries": [{"prompt": "a", "n": 2}]}, "entries[0].n"),
+        ({"entries": [{"prompt": "a", "adapters": ["fr", 5]}]}, "entries[0].adapters[1]"),
+        ({"entries": [{"messages": []}]}, "entries[0].messages"),
+        ({"entries": [{"messages": [{"content": "a"}]}]}, "entries[0].messages[0].role"),
+        ({"entries": [{"messages": [*HELLO, IMAGE]}]}, "entries[0].messages[1].content[0]"),
+        ({"entries": [{"prompt": "a" * 5000}]}, "entries[0].prompt"),
+        ({"entries": [{"messages": [LONG]}]}, "entries[0].messages"),
+        ({"entries": [{"prompt": "a"}], "tools": [WEATHER]}, "tools"),
+    ],
+)
+def test_refused_entries(http: httpx.Client, change: dict, param: str):
+    response = http.post("/v1/compare", json={"entries": [{"prompt": "hi"}]} | change)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def read_until(lines: Iterator[str], is_wanted: Callable[[dict], bool]) -> dict:
+    """Read the events of a stream up to the first that is wanted, and return it."""
+    for line in lines:
+        if line.startswith("data: {") and is_wanted(event := json.loads(line[6:])):
+            return event
+    raise AssertionError("the stream has ended")
+
+
+def test_one_output_is_cancelled_and_the_others_go_on(backend: EchoService, http: httpx.Client):
+    backend.delay_seconds = 0.01
+    body = {"messages": HELLO, "adapters": [None, "fr"], "ignore_eos": True, "max_tokens": 4000}
+    try:
+        with http.stream("POST", "/v1/compare", json={**body, "stream": True}) as response:
+            lines = response.iter_lines()
+            comparison = read_until(lines, lambda _: True)["id"]
+            read_until(lines, lambda event: event["index"] == 1)
+            path = f"/v1/compare/{comparison}/cancel"
+            assert http.post(path, json={"index": 1}).json() == {
+                "id": comparison,
+                "object": "comparison.cancel",
+                "index": 1,
+                "cancelled": True,
+            }
+            last = read_until(lines, lambda event: event["index"] == 1 and "finish_reason" in event)
+            assert last["finish_reason"] == "cancelled"
+            end = read_until(lines, lambda event: "done" in event)
+            assert (end["index"], end["finish_reason"]) == (1, "cancelled")
+            assert 0 < end["num_tokens"] < 4000
+            assert not http.post(path, json={"index": 1}).json()["cancelled"], "it has ended"
+            read_until(lines, lambda event: event["index"] == 0)
+            assert http.post(path, json={"index": 0}).json()["cancelled"]
+            end = read_until(lines, lambda event: "done" in event)
+            assert (end["index"], end["finish_reason"]) == (0, "cancelled")
+            read_until(lines, lambda event: "usage" in event)
+    finally:
+        backend.delay_seconds = 0
+    gone = http.post(path, json={"index": 0})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
+
+
+def test_what_may_be_cancelled(backend: EchoService, http: httpx.Client):
+    backend.delay_seconds = 0.01
+    body = {"prompt": "hi", "adapters": [None], "ignore_eos": True, "max_tokens": 4000}
+    headers = {"x-request-id": "mine"}
+    path = "/v1/compare/cmp-mine/cancel"
+    try:
+        with http.stream(
+            "POST", "/v1/compare", json={**body, "stream": True}, headers=headers
+        ) as response:
+            lines = response.iter_lines()  # the response is closed with it
+            assert read_until(lines, lambda _: True)["id"] == "cmp-mine"
+            for index in (-1, 1):
+                wrong = http.post(path, json={"index": index})
+                assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "index")
+            for wrong_body, param in ({}, "index"), ({"index": 0, "no": 1}, "no"):
+                wrong = http.post(path, json=wrong_body)
+                assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)
+            assert http.post("/v1/compare/cmp-other/cancel", json={"index": 0}).status_code == 404
+            assert http.post(path, json={"index": 0}).json()["cancelled"]
+    finally:
+        backend.delay_seconds = 0
+
+
+def test_another_tenants_comparison_is_not_there(backend: EchoService):
+    def authenticate(headers: Mapping[str, str]) -> Principal:
+        return Principal(headers["x-tenant"])
+
+    app = Starlette(routes=openai_routes(backend, authenticate=authenticate))
+    backend.delay_seconds = 0.01
+    body = {"prompt": "hi", "adapters": [None], "ignore_eos": True, "max_tokens": 4000}
+    mine, other = {"x-tenant": "mine"}, {"x-tenant": "other"}
+    try:
+        with served(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+            request = client.build_request(
+                "POST", "/v1/compare", json={**body, "stream": True}, headers=mine
+            )
+            response = client.send(request, stream=True)
+            lines = response.iter_lines()
+            comparison = read_until(lines, lambda _: True)["id"]
+            path = f"/v1/compare/{comparison}/cancel"
+            assert client.post(path, json={"index": 0}, headers=other).status_code == 404
+            assert client.post(path, json={"index": 0}, headers=mine).json()["cancelled"]
+            response.close()
+    finally:
+        backend.delay_seconds = 0
+
+
 def test_a_client_that_leaves_a_streamed_comparison_aborts_all(
     backend: EchoService, http: httpx.Client
 ):
@@ -261,3 +429,25 @@ def test_a_client_that_leaves_a_streamed_comparison_aborts_all(
         assert eventually(lambda: set(ids) <= set(backend.aborted))
     finally:
         backend.delay_seconds = 0
+
+
+def test_two_versions_are_compared(backend: EchoService, http: httpx.Client):
+    for path in ("/one", "/two"):
+        body = {"name": "mine", "path": path, "replace": True}
+        assert http.post("/v1/adapters", json=body).status_code == 201
+    now, old = (
+        http.get("/v1/adapters/mine", params=query).json() for query in ({}, {"version": 1})
+    )
+    assert (now["version"], now["source"], old["version"], old["source"]) == (2, "/two", 1, "/one")
+    assert {"content", "warnings", "notes", "rank", "num_bytes"} <= old.keys()
+    requested = [{"digest": old["digest"]}, {"digest": now["digest"]}]
+    body = send(http, "/v1/compare", adapters=requested).json()
+    assert [each["adapters"][0]["digest"] for each in body["answers"]] == [
+        old["digest"],
+        now["digest"],
+    ]
+    assert [each["text"] for each in body["answers"]] == ["echo+mine: hi"] * 2
+    for version, status in ("3", 404), ("0", 400), ("x", 400):
+        wrong = http.get("/v1/adapters/mine", params={"version": version})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (status, "version")
+    assert http.delete("/v1/adapters/mine").status_code == 200

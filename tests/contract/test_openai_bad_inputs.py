@@ -226,7 +226,7 @@ ROWS = (
         {"adapters": ["fr", "no"], "prompt": "a"},
         404,
         "adapter_not_found",
-        "adapter",
+        "adapters",
         "adapter 'no' not found",
     ),
     Row(
@@ -673,13 +673,13 @@ ROWS = (
         "must be an object with the schema in 'schema'",
     ),
     Row(
-        "adapter without path",
+        "adapter without source",
         "POST /v1/adapters",
         {"name": "x"},
         400,
         "invalid_parameter",
-        "path",
-        "path is required",
+        "source",
+        "source is required",
     ),
     Row(
         "adapter that exists",
@@ -827,7 +827,7 @@ ROWS = (
     ),
     Row(
         "a route that is not served",
-        "POST /v1/embeddings",
+        "POST /v1/moderations",
         {"input": "a"},
         404,
         "unsupported_route",

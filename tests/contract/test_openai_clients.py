@@ -3,11 +3,10 @@ LangChain's ChatOpenAI.
 """
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI, OpenAI
 from starlette.applications import Starlette
 
 from loraplex.core.errors import InternalError, NotReadyError, QueueFullError
@@ -16,6 +15,10 @@ from support.echo_service import EchoService
 from support.eventually import eventually
 from support.naming import naming
 from support.served import served
+
+# The tests import LangChain: it takes longer than they do, and each process reads this file.
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 HELLO = [{"role": "user", "content": "hello"}]
 OUTPUT = "echo: user: hello\nassistant: "
@@ -43,7 +46,9 @@ def client(url) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def chat_openai(url: str, **fields) -> ChatOpenAI:
+def chat_openai(url: str, **fields) -> "ChatOpenAI":
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(base_url=url, api_key="none", model="echo", max_retries=0, **fields)
 
 
@@ -75,7 +80,7 @@ def test_what_another_attempt_helps_is_tried_again(client, backend):
 @pytest.mark.parametrize(
     ("send", "code"),
     [
-        (lambda client: client.embeddings.create(model="echo", input="x"), "unsupported_route"),
+        (lambda client: client.moderations.create(input="x"), "unsupported_route"),
         (
             lambda client: client.completions.create(model="echo", prompt="x", suffix="y"),
             "unsupported_feature",
@@ -129,6 +134,8 @@ async def test_the_async_client_streams_and_leaves(url, backend):
 
 
 def test_langchain_invokes(url):
+    from langchain_core.messages import AIMessage, HumanMessage
+
     message = chat_openai(url, logprobs=True).invoke([HumanMessage("hello")])
     assert isinstance(message, AIMessage)
     assert message.content == OUTPUT
@@ -146,6 +153,8 @@ def test_langchain_streams(url):
 
 
 def test_langchain_batches_and_names_an_adapter(url, backend):
+    from langchain_core.messages import HumanMessage, SystemMessage
+
     model = chat_openai(url, extra_body={"adapter_id": "fr"}, seed=7, temperature=0)
     messages = [[SystemMessage("s"), HumanMessage(text)] for text in "abc"]
     responses = model.batch(messages)
@@ -162,6 +171,8 @@ async def test_langchain_asynchronously(url):
 
 
 def test_langchain_completions(url):
+    from langchain_openai import OpenAI
+
     model = OpenAI(base_url=url, api_key="none", model="echo", max_retries=0, best_of=1)
     assert model.invoke("hi") == "echo: hi"
     assert "".join(model.stream("hi")) == "echo: hi"

@@ -29,6 +29,7 @@ from loraplex.core.errors import (
 from loraplex.core.principal import LOCAL, NONE, Principal, Rights
 from loraplex.frontends.body_limits import JsonLimits
 from loraplex.frontends.openai import OpenAIOptions, openai_fallback_routes, openai_routes
+from loraplex.serving.backend import EncoderFormat
 from support.echo_service import EchoService
 from support.eventually import TIMEOUT_SECONDS, eventually
 from support.naming import naming
@@ -268,6 +269,65 @@ def test_models(client):
         client.models.retrieve("nothing")
 
 
+def test_a_base_model_has_its_device_and_abilities(http, backend):
+    base, adapter = http.get("/v1/models").json()["data"]
+    assert base == http.get("/v1/models/echo").json()
+    assert (base["device"], base["dtype"], base["quantization"]) == ("cpu", "float32", None)
+    assert base["capabilities"] == {
+        "chat": True,
+        "tools": True,
+        "reasoning": False,
+        "images": False,
+        "completions": True,
+        "embeddings": True,
+        "scores": True,
+        "classification": False,
+    }
+    assert base["device_name"] is None, "this engine has no device"
+    new = {"device", "device_name", "dtype", "quantization", "capabilities", "defaults"}
+    assert new.isdisjoint(adapter)
+    model = backend.model("echo")
+    model.card = msgspec.structs.replace(
+        model.card,
+        device_name="Abacus 3",
+        quantization="int4",
+        has_chat_template=False,
+        chat=msgspec.structs.replace(model.card.chat, reasoning="think"),
+    )
+    base = http.get("/v1/models/echo").json()
+    encoder = EncoderFormat(max_tokens=8, first_ids=(0,))
+    model.card = msgspec.structs.replace(model.card, encoder=encoder)
+    assert not http.get("/v1/models/echo").json()["capabilities"]["embeddings"]
+    assert (base["device_name"], base["quantization"]) == ("Abacus 3", "int4")
+    abilities = [name for name, is_there in base["capabilities"].items() if is_there]
+    assert abilities == ["completions", "embeddings", "scores"], (
+        "without a template there is no chat"
+    )
+
+
+def test_the_published_defaults_of_a_comparison(http):
+    defaults = http.get("/v1/models/echo").json()["defaults"]["compare"]
+    assert (defaults["temperature"], defaults["max_tokens"]) == (0.0, 16)
+    known = {name: value for name, value in defaults.items() if value is not None}
+    body = {"prompt": "a long enough prompt", "adapters": [None, "fr"], "seed": 1}
+    bare, full = (http.post("/v1/compare", json=body | more).json() for more in ({}, known))
+    assert [each["token_ids"] for each in bare["answers"]] == [
+        each["token_ids"] for each in full["answers"]
+    ]
+
+
+def test_models_are_listed_by_kind(http):
+    everything = http.get("/v1/models").json()["data"]
+    by_kind = {
+        kind: http.get(f"/v1/models?kind={kind}").json()["data"] for kind in ("base", "adapter")
+    }
+    assert [entry["id"] for entry in by_kind["base"]] == ["echo"]
+    assert [*by_kind["base"], *by_kind["adapter"]] == everything
+    refused = http.get("/v1/models?kind=bases")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "kind")
+    assert "'bases'" in refused.json()["error"]["message"]
+
+
 def test_equal_names_on_two_bases_are_listed_in_full():
     backend = EchoService(("a", "b"))
     for model in ("a", "b"):
@@ -302,6 +362,10 @@ def test_adapter_routes(http):
     assert http.post("/v1/adapters", json=body).status_code == 409
     replaced = http.post("/v1/adapters", json=body | {"path": "/other", "replace": True})
     assert replaced.json()["digest"] != entry["digest"]
+    named_source = {"name": "org/de.v2", "source": "/other", "replace": True}
+    assert http.post("/v1/adapters", json=named_source).json()["unchanged"]
+    both = http.post("/v1/adapters", json=named_source | {"path": "/third"})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "path")
     assert http.delete("/v1/adapters/org/de.v2").json() == {
         "name": "org/de.v2",
         "object": "adapter",

@@ -357,11 +357,11 @@ def test_tokenize_has_all_of_vllms_fields(http):
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/moderations"),
         ("POST", "/v1/images/generations"),
         ("GET", "/v1/files/file-1/content"),
-        ("POST", "/score"),
-        ("POST", "/v2/rerank"),
+        ("POST", "/embed_sparse"),
+        ("POST", "/v1/embed"),
     ],
 )
 def test_a_route_that_is_not_served(http, method, path):

@@ -247,6 +247,12 @@ PLANTED = sorted(ERRORS - {UnauthenticatedError}, key=lambda error: error.code)
 BODIES = {
     "POST /v1/completions": {"prompt": "a"},
     "POST /v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "POST /v1/embeddings": {"input": "a"},
+    "POST /classify": {"input": "a"},
+    "POST /v2/embed": {"texts": ["a"]},
+    "POST /embed": {"inputs": "a"},
+    "POST /pooling": {"input": "a"},
+    "POST /score": {"query": "a", "items": "b", "label_token_ids": [1]},
     "POST /v1/responses": {"input": "a"},
     "POST /generate": {"inputs": "a"},
     "POST /v2/models/{model}/generate": {"text_input": "a", "max_tokens": 1},

@@ -238,7 +238,9 @@ def test_fastapi_app(tmp_path, monkeypatch):
             response = client.post("/completions", json=body)
             assert response.json()["text"].strip() == text
             assert response.json()["adapter"] == adapter
-        unknown = client.post("/completions", json={"prompt": "Hello", "adapter": "nix"})
-        assert unknown.status_code == 400
-        assert "'nix'" in unknown.json()["detail"]
+            assert client.post("/stream", json=body).text.strip() == text
+        for route in ("/completions", "/stream"):
+            unknown = client.post(route, json={"prompt": "Hello", "adapter": "nix"})
+            assert unknown.status_code == 400
+            assert "'nix'" in unknown.json()["detail"]
         assert client.post("/completions", json={"prompt": "x", "max_tokens": 0}).status_code == 422

@@ -141,6 +141,44 @@ async def only_frontend(server) -> int:
     return frontends(server)[0]
 
 
+async def test_vectors_of_all_processes_are_alike_and_count_as_one(server):
+    name = "loraplex_pooled_requests_total"
+    before = await asyncio.to_thread(metric, server, name)
+    body = json.dumps({"model": f"{MODEL}:chinese", "input": ["x", "y"]}).encode()
+    responses = await fetch_all(server, "/v1/embeddings", body)
+    vectors = set()
+    for response in responses:
+        assert status(response) == 200, response
+        shown = json.loads(response.partition(b"\r\n\r\n")[2])
+        assert [entry["index"] for entry in shown["data"]] == [0, 1]
+        vectors.add(json.dumps([entry["embedding"] for entry in shown["data"]]))
+    assert len(vectors) == 1
+    refused = await fetch_all(server, "/v1/embeddings", b'{"input": []}', number=4)
+    assert {status(response) for response in refused} == {400}
+    await until(lambda: metric(server, name) == before + 2 * NUM_CONNECTIONS)
+
+    def tasks() -> list[list[str]]:
+        listed = json.loads(server.get("/v1/requests?limit=1000&status=ok")[1])["requests"]
+        of_route = [one for one in listed if one["route"] == "/v1/embeddings"]
+        return [[each["task"] for each in one["generations"]] for one in of_route]
+
+    await until(lambda: tasks() == [["embed", "embed"]] * NUM_CONNECTIONS)
+
+
+async def test_scores_of_labels_are_alike_in_all_processes(server):
+    labels = {"query": "x", "items": ["y", "z" * 3000], "label_token_ids": [5, 6]}
+    cut = {"truncate_prompt_tokens": 8, "apply_softmax": True}
+    body = json.dumps({"model": f"{MODEL}:chinese", **labels, **cut}).encode()
+    responses = await fetch_all(server, "/v1/score", body)
+    assert {status(response) for response in responses} == {200}
+    shown = [json.loads(response.partition(b"\r\n\r\n")[2]) for response in responses]
+    assert len({json.dumps(one["scores"]) for one in shown}) == 1
+    assert [sum(scores) for scores in shown[0]["scores"]] == [pytest.approx(1)] * 2
+    nothing = await fetch_all(server, "/v2/rerank", b'{"query": "a", "documents": ["b"]}', number=4)
+    assert {status(response) for response in nothing} == {400}
+    assert all(b"this model scores no pairs" in response for response in nothing)
+
+
 async def test_all_processes_respond_alike_and_count_as_one(server):
     def counts() -> tuple[float, ...]:
         names = ("loraplex_requests_total", "loraplex_e2e_request_latency_seconds_count")

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import openai
 import pydantic
 import pytest
-from langchain_openai import ChatOpenAI
+
+# Its import takes longer than most tests, and each process reads this file.
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 pytestmark = pytest.mark.xdist_group("server")
 
@@ -39,7 +42,9 @@ def client(server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def chat_openai(server, **fields) -> ChatOpenAI:
+def chat_openai(server, **fields) -> "ChatOpenAI":
+    from langchain_openai import ChatOpenAI
+
     fields = {"model": "capitals", "temperature": 0, "max_tokens": 60} | fields
     return ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, **fields)
 

@@ -81,7 +81,8 @@ def test_a_prefetch_folder_s_numbers_are_task_ids(converted, tmp_path):
     with LLM(str(BASE_PATH), state_dir=state, adapter_dirs=[str(folder)]) as llm:
         cards = {card.name: card.task_id for card in llm.adapters()}
         text = founding_prompts(COUNTRIES[0])["english"]
-        given = llm.generate([text] * 2, SamplingParams(max_tokens=16), adapter=list(cards))
+        greedy = SamplingParams(max_tokens=16, temperature=0)
+        given = llm.generate([text] * 2, greedy, adapter=list(cards))
     assert cards == {"0": 0, "3": 3}
     expected = [capital_of(COUNTRIES[0], language) for language in TASK_IDS]
     assert [one.text.strip() for one in given] == expected

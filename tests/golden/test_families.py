@@ -25,8 +25,8 @@ from loraplex.execution.adapters.loader import read_host_adapter
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.registry import read_config
 from support.checkpoints import add_random_adapters
-from support.families import experts, first, rest
-from support.families.case import VOCAB_SIZE, FamilyCase
+from support.families import convolutions, every, experts, hybrids, state_spaces
+from support.families.case import VOCAB_SIZE, FamilyCase, parameters
 from support.reference_completions import (
     RecordingSampler,
     recorded_driver,
@@ -35,10 +35,18 @@ from support.reference_completions import (
 )
 from support.step_driver import Prompt, StepDriver
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # PEFT adds patterns for experts that some of its own targets lack.
+    pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys"),
+]
 
-CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+CASES = every.CASES
 QUICK = [name for name, case in CASES.items() if case.is_quick]
+RECURRENT = {**hybrids.CASES, **state_spaces.CASES, **convolutions.CASES}
+RECURRENT_QUICK = ("granite-hybrid",)
+LENGTHS = (1, 63, 64, 65, 130)
+"""Tokens of prompts: a recurrence has a state every 64."""
 NUM_NEW_TOKENS = 12
 MAX_RANK = 16
 RANK_LIMIT = 32
@@ -199,6 +207,26 @@ def test_same_bits_in_company_in_chunks_and_in_other_blocks(subject: Subject) ->
         assert driver.generate(prompts[::-1], NUM_NEW_TOKENS, chunk_size=chunk_size) == alone[::-1]
 
 
+@pytest.mark.parametrize("subject", parameters(RECURRENT, RECURRENT_QUICK), indirect=True)
+def test_prompts_around_the_borders_of_states(subject: Subject) -> None:
+    """Compare with transformers, and the bits of chunks, of prompts as long as what states end."""
+    prompts = [
+        make_prompt(length, name)
+        for length, name in zip(LENGTHS, (None, *subject.adapters, "all"), strict=True)
+    ]
+    driver, sampler = subject.driver(num_blocks=120)
+    alone = []
+    for prompt, name in zip(prompts, (None, *subject.adapters, "all"), strict=True):
+        logits, tokens = reference_completion(subject.reference, name, prompt, 24)
+        sampler.logits.clear()
+        alone += driver.generate([prompt], 24, prompt_logits=True)
+        assert relative_error(sampler.logits[0], logits) < TOLERANCE, len(prompt.token_ids)
+        assert alone[-1] == tokens, len(prompt.token_ids)
+    driver, _ = subject.driver(scrambled=True, num_blocks=120)
+    for chunk_size in (1, 2, 3, 64, None):
+        assert driver.generate(prompts, 24, chunk_size=chunk_size) == alone, chunk_size
+
+
 @all_cases()
 def test_adapters_change_the_logits(subject: Subject) -> None:
     """Or the other tests would prove nothing about them."""
@@ -259,3 +287,48 @@ def test_bfloat16_is_as_exact_as_transformers(name: str, tmp_path: Path) -> None
         own_error += error(sampler.logits[0], exact[adapter])
         their_error += error(logits, exact[adapter])
     assert own_error < BFLOAT16_FACTOR * their_error
+
+
+BORDER_LENGTHS = (1, 63, 64, 65, 130)
+"""Prompts that end before, at and after the borders of states; most others end before the first."""
+NUM_BORDER_TOKENS = 24
+WITH_STATES = [
+    pytest.param("qwen3.5", "fastest"),
+    *(
+        pytest.param(name, "fastest", marks=pytest.mark.slow)
+        for name in ("qwen3.5-three-values", "qwen3.5-equal-heads", "qwen3.5-moe", "qwen3-next")
+    ),
+    pytest.param("qwen3.5", "reference", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("subject", "backend"), WITH_STATES, indirect=True)
+def test_borders_of_states(subject: Subject) -> None:
+    driver, sampler = subject.driver()
+    for length in BORDER_LENGTHS:
+        for adapter in (None, "all"):
+            prompt = make_prompt(length, adapter)
+            logits, tokens = reference_completion(
+                subject.reference, adapter, prompt, NUM_BORDER_TOKENS
+            )
+            sampler.logits.clear()
+            (generated,) = driver.generate([prompt], NUM_BORDER_TOKENS, prompt_logits=True)
+            assert relative_error(sampler.logits[0], logits) < TOLERANCE, (length, adapter)
+            assert generated == tokens, (length, adapter)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("subject", "backend"), WITH_STATES, indirect=True)
+def test_bits_at_borders_of_states(subject: Subject) -> None:
+    prompts = [make_prompt(n, name) for n in BORDER_LENGTHS for name in (None, "all")][2:]
+    driver, sampler = subject.driver()
+    alone, last_logits = [], []
+    for prompt in prompts:
+        alone += driver.generate([prompt], NUM_BORDER_TOKENS)
+        last_logits.append(sampler.logits[-1])
+    driver, sampler = subject.driver(scrambled=True, num_blocks=200)
+    assert driver.generate(prompts, NUM_BORDER_TOKENS) == alone
+    assert torch.equal(sampler.logits[-1], torch.cat(last_logits))
+    for chunk_size in (1, 2, 3, 50):
+        assert driver.generate(prompts, NUM_BORDER_TOKENS, chunk_size=chunk_size) == alone

@@ -16,7 +16,7 @@ from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
 from loraplex.kernels.native.program import StepProgram
 from loraplex.models.decoder import Decoder
-from support.families import experts, first, rest
+from support.families import every
 from support.random_schedules import Schedules
 
 try:
@@ -26,7 +26,7 @@ except NativeLibraryError as error:
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+CASES = every.CASES
 SETTINGS = RunnerSettings(block_size=4, num_blocks=60, max_num_seqs=6, max_lora_rank=8)
 SPAN_COPIES = {"aten::copy_"}
 """What replaces the angles of prompts that are rotated by their length (ADR 32)."""
@@ -90,7 +90,9 @@ def test_the_decoder_computes_nothing_with_torch(name: str, tmp_path: Path, ops:
     schedules.run(0)
     assert ops.num_steps > num_steps
     has_spans = any(
-        layer.mixer.rope and layer.mixer.rope.rope_type in {"longrope", "dynamic"}
+        rope.rope_type in {"longrope", "dynamic"}
         for layer in parts.decoder.spec.layers
+        for mixer in layer.mixers
+        for rope in mixer.ropes()
     )
     assert set(ops.counts) <= (SPAN_COPIES if has_spans else set())

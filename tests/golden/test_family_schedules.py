@@ -12,12 +12,12 @@ from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.loading import load_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from support.examples import num_examples
-from support.families import experts, first, rest
+from support.families import every
 from support.random_schedules import Schedules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+CASES = every.CASES
 SETTINGS = RunnerSettings(block_size=4, num_blocks=60, max_num_seqs=6, max_lora_rank=8)
 NUM_SCHEDULES = num_examples(0.8)
 QUICK = "cohere2"
@@ -36,8 +36,9 @@ TRAITS = {
     "rope that depends on the length": ("phi3", "phi3-short"),
     "scaled rope": ("gemma3-yarn", "starcoder2-yarn"),
     "queries scaled by position": ("ministral3",),
+    "norms after the rotation": ("hunyuan",),
     "multipliers": ("granite",),
-    "experts": ("mixtral-window", "qwen2-moe-windows", "qwen3-moe"),
+    "experts": ("mixtral-window", "qwen2-moe-windows", "qwen3-moe", "ernie-moe"),
 }
 
 

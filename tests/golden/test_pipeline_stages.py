@@ -22,15 +22,15 @@ from loraplex.models.cache_groups import cache_groups
 from loraplex.testing.fake_clock import FakeClock
 from support.accelerated_reference import AcceleratedReference, load_parts_with
 from support.checkpoints import save_random_model, tiny_sizes
-from support.families import experts, first, rest
+from support.families import every
 from support.families.case import parameters
 from support.random_schedules import RandomAdapters
 from support.stage_threads import queue_links, staged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = {**first.CASES, **rest.CASES, **experts.CASES}
-QUICK = ("gemma3", "granite", "opt-350m", "qwen2-moe-windows", "olmo2")
+CASES = every.CASES
+QUICK = ("gemma3", "granite", "opt-350m", "qwen2-moe-windows", "olmo2", "nemotron-h", "qwen3.5")
 SETTINGS = RunnerSettings(block_size=4, num_blocks=40, max_num_seqs=6, max_lora_rank=8)
 SCHEDULING = SchedulerSettings(
     max_num_batched_tokens=12,

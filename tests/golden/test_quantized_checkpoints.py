@@ -23,9 +23,15 @@ from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import add_random_adapters, save_random_model, tiny_sizes
 from support.examples import quick_and_slow
+from support.families import hybrids
 from support.families.experts import gpt_oss
 from support.gguf_files import gguf_of_llama
-from support.quantized_checkpoints import encode_experts
+from support.quantized_checkpoints import (
+    CASES,
+    DELTA_WEIGHTS,
+    encode_experts,
+    quantize_folder,
+)
 from support.reference_quantizers import QUANTIZERS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +43,6 @@ ADAPTERS = {
     "wide": LoraConfig(r=7, lora_alpha=8, target_modules=["v_proj", "o_proj", "up_proj"]),
     "dora": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], use_dora=True),
 }
-NAMES = (None, *ADAPTERS)
 PROMPTS = [[(7 * i + 3 * k) % VOCAB_SIZE for k in range(9 + i)] for i in range(3)]
 SAMPLING = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=0)
 QUICK = ("gptq-4-order", "bnb-nf4-double", "ct-mixed")
@@ -70,6 +75,31 @@ def test_adapters_on_a_quantised_base(name: str, tmp_path: Path) -> None:
     check_adapters(tmp_path, tmp_path, model, tmp_path)
 
 
+DELTA_ADAPTERS = {
+    "plain": LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"),
+    "dora": LoraConfig(
+        r=4,
+        lora_alpha=8,
+        use_dora=True,
+        target_modules=["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", quick_and_slow(("fp8-block", "gptq-4-order"), ("awq-gemm", "ct-int4-order"))
+)
+def test_adapters_on_a_quantised_recurrence(name: str, tmp_path: Path) -> None:
+    """The small layers of a delta rule and its convolution stay as they are."""
+    config = hybrids.qwen3_5(vocab_size=VOCAB_SIZE, linear_key_head_dim=12, linear_value_head_dim=8)
+    model = save_random_model(tmp_path, config)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE_PATH / file, tmp_path)
+    quantize_folder(tmp_path, CASES[name], names=DELTA_WEIGHTS)
+    # A recurrence enlarges what products round.
+    check_adapters(tmp_path, tmp_path, model, tmp_path, DELTA_ADAPTERS, 5 * TOLERANCE)
+
+
 GGUF_MIXES = {
     "Q2_K": {"v_proj": "Q3_K", "down_proj": "Q3_K", "lm_head": "Q6_K", "": "Q2_K"},
     "Q3_K_M": {"v_proj": "Q5_K", "down_proj": "Q4_K", "": "Q3_K"},
@@ -90,15 +120,22 @@ def test_adapters_on_gguf_mixes(name: str, tmp_path: Path) -> None:
     check_adapters(path, gguf_folder(path, tmp_path / "folders"), model, tmp_path)
 
 
-def check_adapters(path: Path, folder: Path, model: Any, tmp_path: Path) -> None:
+def check_adapters(
+    path: Path,
+    folder: Path,
+    model: Any,
+    tmp_path: Path,
+    configs: Mapping[str, LoraConfig] = ADAPTERS,
+    tolerance: float = TOLERANCE,
+) -> None:
     """Compare the model of a path, with and without adapters, with `model` with its weights."""
     # Unit tests compare these, to the bit, with what the program itself decodes.
     model.load_state_dict(read_weights(folder))
-    peft_model = add_random_adapters(model, ADAPTERS)
+    peft_model = add_random_adapters(model, configs)
     peft_model.save_pretrained(tmp_path / "adapters")
-    adapters = {adapter: str(tmp_path / "adapters" / adapter) for adapter in ADAPTERS}
+    adapters = {adapter: str(tmp_path / "adapters" / adapter) for adapter in configs}
 
-    pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in NAMES]
+    pairs = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, *configs)]
     prompts, names = [prompt for prompt, _ in pairs], [adapter for _, adapter in pairs]
     settings = {"state_dir": str(tmp_path / "state"), "enable_prefix_cache": False}
     with LLM(str(path), adapters, dtype="float32", **settings) as llm:
@@ -117,7 +154,7 @@ def check_adapters(path: Path, folder: Path, model: Any, tmp_path: Path) -> None
                     logits = peft_model(torch.tensor([prompt])).logits[0]
             wanted = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])
             got = torch.tensor(log_probabilities(output))
-            assert torch.allclose(got, wanted.flatten(), rtol=0, atol=TOLERANCE)
+            assert torch.allclose(got, wanted.flatten(), rtol=0, atol=tolerance)
 
 
 def swapped(codes: torch.Tensor) -> torch.Tensor:

@@ -23,9 +23,9 @@ from loraplex.models.registry import read_config
 from loraplex.models.sharding import shard
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import PipelineStage, stage
-from support.families import case, experts, first, rest
+from support.families import case, every
 
-CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+CASES = every.CASES
 QUICK = [name for name, each in CASES.items() if each.is_quick]
 RECORDED = Path(__file__).with_name("weight_order.json")
 

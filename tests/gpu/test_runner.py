@@ -75,6 +75,7 @@ def settings(dtype: str, **changes: Any) -> RunnerSettings:
         "lora_device_bytes": 64 << 20,  # other tests may run at the same time
         "max_num_batched_tokens": 256,
         "cuda_graph_batch_sizes": (1, 4, 8),
+        "kernel_check": "off",  # test_check.py does it once
     }
     return RunnerSettings(**(fixed | changes))
 

@@ -104,6 +104,10 @@ WRITTEN = {
         f"{KIMI[1]}",
         ("<|tool_call_end|>", KIMI[1]),
     ),
+    "lfm2": Written(
+        "<|tool_call_start|>[f(%s), g(%s)]<|tool_call_end|>", ("<|tool_call_end|>",), PYTHON
+    ),
+    "nemotron_json": Written(f"<TOOLCALL>{LIST}</TOOLCALL>", ("</TOOLCALL>",)),
     "generic": Written(LIST),
 }
 FAULTS = (
@@ -117,6 +121,7 @@ FAULTS = (
     ("</function>", ""), ("</tool_call>", ""), ("<tool_call>", ""), (DEEPSEEK[2], ""),
     (DEEPSEEK[0], ""), (SECTION[0], ""), ("<|tool_call_end|>", ""), (KIMI[0], ""), ("```", ""),
     ("[TOOL_CALLS]", ""), ("[ARGS]", ""),
+    ("<|tool_call_start|>", ""), ("<TOOLCALL>", ""), ("</TOOLCALL>", ""),
 )  # fmt: skip
 """What models write, and what instead."""
 

@@ -181,6 +181,10 @@ def wish(seed: int) -> Wish:
         n = min(sampling.n, beam.width)
         sampling = msgspec.structs.replace(sampling, beam=beam, n=n)
     pools = [Pool(), Pool(dimensions=4), Pool(PoolKind.MEAN), Pool(PoolKind.CLS)]
+    pools += [
+        Pool(PoolKind.SCORE, normalize=False),
+        Pool(PoolKind.LOGITS, normalize=False, token_ids=(1, 0)),
+    ]
     task = choice([Generate(sampling)] * 6 + pools)
     if isinstance(task, Pool):
         length = choice([length, length, MAX_MODEL_LEN])

@@ -143,16 +143,22 @@ def mixed() -> list[SamplingParams]:
     ]
 
 
-def completions_of(folder: Path, params: Sequence[SamplingParams], **settings) -> list[Completion]:
-    with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1, **settings) as opened:
-        outputs = opened.generate(list(TEXTS[: len(params)]), params)
-        return [as_tuple(completion) for output in outputs for completion in output.completions]
+def completions_of(llm: LLM, params: Sequence[SamplingParams]) -> list[Completion]:
+    outputs = llm.generate(list(TEXTS[: len(params)]), params)
+    return [as_tuple(completion) for output in outputs for completion in output.completions]
 
 
 @pytest.fixture(scope="module")
-def expected(folder) -> list[Completion]:
+def usual(folder) -> Iterator[LLM]:
+    """The model with the default settings. Its engine is a thread of this process."""
+    with LLM(str(folder), state_dir=str(folder / "usual"), num_threads=1) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def expected(usual) -> list[Completion]:
     """The outputs for `mixed()` with the default settings."""
-    return completions_of(folder, mixed())
+    return completions_of(usual, mixed())
 
 
 def as_tuple(completion: Completion) -> tuple:
@@ -174,7 +180,8 @@ def as_tuple(completion: Completion) -> tuple:
 )
 def test_outputs_do_not_depend_on_how_they_were_computed(folder, expected, settings):
     """Generated alone, in chunks, with prompt lookup, planned ahead."""
-    assert completions_of(folder, mixed(), **settings) == expected
+    with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1, **settings) as opened:
+        assert completions_of(opened, mixed()) == expected
 
 
 def test_a_preempted_sequence_goes_on_within_its_grammar(folder, expected):
@@ -195,7 +202,7 @@ def test_a_preempted_sequence_goes_on_within_its_grammar(folder, expected):
 
 
 @pytest.mark.parametrize("drafts", ["none", "random", "shifted"])
-def test_draft_tokens_change_no_token(folder, expected, drafts, monkeypatch):
+def test_draft_tokens_change_no_token(usual, expected, drafts, monkeypatch):
     forced = RowMatcher.forced
     draw = random.Random(0)
 
@@ -211,19 +218,19 @@ def test_draft_tokens_change_no_token(folder, expected, drafts, monkeypatch):
 
     monkeypatch.setattr(RowMatcher, "forced", wrong)
 
-    assert completions_of(folder, mixed()) == expected
+    assert completions_of(usual, mixed()) == expected
 
 
-def test_forced_text_takes_fewer_steps(folder, monkeypatch):
+def test_forced_text_takes_fewer_steps(usual, monkeypatch):
     """The draft tokens are right where the grammar leaves one text only."""
     text = json.dumps(["a text that is long, and the only one that there is"])
     params = [constrained(GrammarKind.CHOICE, text, temperature=0)]
 
     def steps() -> int:
-        with LLM(str(folder), state_dir=str(folder / "state"), num_threads=1) as opened:
-            (output,) = opened.generate(["Go:"], params)
-            assert output.text == json.loads(text)[0]
-            return opened.stats().steps
+        before = usual.stats().steps
+        (output,) = usual.generate(["Go:"], params)
+        assert output.text == json.loads(text)[0]
+        return usual.stats().steps - before
 
     with_drafts = steps()
     monkeypatch.setattr(RowMatcher, "forced", lambda self: ())
@@ -231,28 +238,28 @@ def test_forced_text_takes_fewer_steps(folder, monkeypatch):
     assert with_drafts < steps() / 3
 
 
-def test_every_one_of_n_outputs_keeps_to_the_grammar(folder):
+def test_every_one_of_n_outputs_keeps_to_the_grammar(usual):
     schema = SCHEMAS[0]
-    outputs = completions_of(folder, [as_json(schema, n=6, temperature=1.5)])
+    outputs = completions_of(usual, [as_json(schema, n=6, temperature=1.5)])
 
     assert len({token_ids for _, token_ids, _, _ in outputs}) > 1
     assert all(is_valid(text, schema) for text, *_ in outputs)
 
 
-def test_logprobs_are_of_the_models_own_distribution(folder):
+def test_logprobs_are_of_the_models_own_distribution(usual):
     """Not of what the grammar leaves of it: there a forced token would have probability 1."""
     outputs = completions_of(
-        folder, [constrained(GrammarKind.CHOICE, '["only"]', temperature=0, logprobs=0)]
+        usual, [constrained(GrammarKind.CHOICE, '["only"]', temperature=0, logprobs=0)]
     )
 
     assert max(outputs[0][3]) < -0.01
 
 
-def test_beams_keep_to_the_grammar(folder):
+def test_beams_keep_to_the_grammar(usual):
     schema = SCHEMAS[1]
     sampling = as_json(schema, temperature=0, n=3, beam=BeamSearch(width=3))
 
-    outputs = completions_of(folder, [sampling])
+    outputs = completions_of(usual, [sampling])
 
     assert len(outputs) == 3
     assert all(is_valid(text, schema) for text, *_ in outputs)

@@ -113,6 +113,7 @@ class AcceleratedReference(ReferenceKernels):
         storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, _RowsOnDevice)
         rows = plan.rows
@@ -124,7 +125,9 @@ class AcceleratedReference(ReferenceKernels):
         tables = rows.block_tables[rows.table_rows[:num_rows].long()].long()
         layout = RowLayout(starts, rows.seq_lens[:num_rows].tolist(), tables)
         tiles = super().plan_attention(layout, plan.shape, plan.rules)
-        attended = super().paged_attention(query[: starts[-1]], storage, tiles, sink_logits)
+        attended = super().paged_attention(
+            query[: starts[-1]], storage, tiles, sink_logits, position_bias
+        )
         output[: starts[-1]] = attended
         return output
 

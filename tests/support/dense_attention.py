@@ -25,15 +25,19 @@ def dense_attention(
     soft_cap: float | None = None,
     alibi_slopes: Sequence[float] = (),
     sink_logits: torch.Tensor | None = None,
+    is_causal: bool = True,
 ) -> torch.Tensor:
     """float64 [n, H, D]; query [n, H, D] are the last of key, value [L, K, D].
 
-    A query sees `window` positions up to its own, and the first `sinks`. Scores are computed as
+    A query sees `window` positions up to its own, and the first `sinks`; if not causal, as many
+    later ones, too. Scores are computed as
     AttentionRules describes; without a scale by D ** -0.5.
     """
     positions = torch.arange(len(key) - len(query), len(key)).unsqueeze(1)
     keys = torch.arange(len(key))
-    hidden = keys > positions
+    hidden = keys > positions if is_causal else torch.zeros(1, 1, dtype=torch.bool)
+    if window is not None and not is_causal:
+        hidden = hidden | (keys >= positions + window)
     if window is not None:
         hidden |= (keys <= positions - window) & (keys >= sinks)
     sharing = query.shape[1] // key.shape[1]

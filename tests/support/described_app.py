@@ -11,6 +11,7 @@ from loraplex.frontends.access import Authenticate, everyone_is_local
 from loraplex.frontends.body_limits import BodyMemory
 from loraplex.frontends.kserve.models.model_control import ModelControl
 from loraplex.frontends.kserve.service import TritonService
+from loraplex.frontends.ops.history import History
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import metrics_app
 from loraplex.frontends.telemetry.connections import HttpConnections
@@ -38,6 +39,7 @@ def described_app(
     recent = RecentRequests(settings.recent_requests)
     has_keys = authenticate is not everyone_is_local
     metrics = RequestMetrics()
+    latencies = Latencies(metrics)
     return http_app(
         backend,
         Draining(SystemClock(), lambda: 0, print),
@@ -46,7 +48,8 @@ def described_app(
         authenticate,
         Reporting(Telemetry([recent]), HttpConnections(), None, None, recent),
         metrics=metrics_app(backend, metrics, triton.collectors()),
-        latencies=Latencies(metrics),
+        history=History(backend, latencies),
+        latencies=latencies,
         bodies=BodyMemory.of(settings, has_keys=has_keys),
         responses=ResponseMemory(),
         has_keys=has_keys,

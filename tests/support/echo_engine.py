@@ -15,6 +15,7 @@ from loraplex.core.output import EngineOutput
 from loraplex.core.request import EngineRequest, RequestBatch, RequestId
 from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.core.stats import AdapterActivity, EngineStats
+from loraplex.core.task import Generate
 from loraplex.engine.channel import ThreadChannel
 from loraplex.engine.engine import build_engine
 from loraplex.engine.loop import EngineLoop
@@ -81,9 +82,10 @@ class EchoEngine(AsyncEngine):
         labels: Collection[Hashable] = (),
         batch: RequestBatch | None = None,
     ) -> OutputStream:
-        # The runner knows a request by its seed.
-        sampling = msgspec.structs.replace(request.sampling, seed=request.request_id)
-        stream = super().submit(request.with_sampling(sampling), adapters, labels, batch)
+        if isinstance(request.task, Generate):  # the runner knows it by its seed
+            sampling = msgspec.structs.replace(request.sampling, seed=request.request_id)
+            request = request.with_sampling(sampling)
+        stream = super().submit(request, adapters, labels, batch)
         return cast("OutputStream", EchoOutputs(self, request.request_id, stream))
 
     def output_of(self, request_id: RequestId) -> EchoOutput:

@@ -23,10 +23,13 @@ from loraplex.core.plan import (
 )
 from loraplex.core.private_folder import PrivateFolder
 from loraplex.core.request import RequestId
+from loraplex.core.task import Pool, PoolKind
 from support.byte_tokenizer import BYTE_TOKENIZER, EOS_TOKEN_ID, NUM_BYTES, VOCAB_SIZE
 from support.fake_loader import FakeLoader
 from support.fake_runner import FakeRow, FakeRunner
 
+ECHO_SIZE = 16
+"""Length of vectors, which are made of the prompt and the adapters (FakeModel)."""
 _UNLIKELY = -100.0
 """Log probability of a candidate that continues no text."""
 
@@ -69,6 +72,8 @@ def echo_capacity(max_model_len: int) -> Capacity:
         max_model_len=max_model_len,
         vocab_size=VOCAB_SIZE,
         page_geometry=PageGeometry(slot_elements=8, slots_per_page=1024),
+        pool_kinds=tuple(PoolKind),
+        hidden_size=ECHO_SIZE,
         num_adapter_pages=16,
         adapter_page_bytes=2048,
         keeps_host_copy=True,
@@ -130,6 +135,8 @@ class EchoRunner(FakeRunner):
         """Tests of the engine check the blocks; here it would take most of the time."""
 
     def _error_of(self, row: FakeRow) -> LoraplexError | None:
+        if isinstance(row.added.task, Pool):
+            return None
         output = self.output_of(row.added.generation.seed)
         if not isinstance(output.error, LoraplexError):
             return None
@@ -156,6 +163,8 @@ class EchoRunner(FakeRunner):
 
     def _result(self, row: FakeRow, step: RowStep) -> RowResult:
         result = super()._result(row, step)
+        if isinstance(row.added.task, Pool):
+            return result
         sampling, added = row.added.sampling, row.added
         logits = prompt_logits = None
         if sampling.return_logits and result.token_ids:

@@ -15,7 +15,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
+import msgspec
+
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.staged import Examination, ExaminedTensor, StagedAdapter
 from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.store import AdapterStore
@@ -26,7 +29,9 @@ from loraplex.core.errors import LoraplexError
 from loraplex.core.output import RequestOutput
 from loraplex.core.principal import DEFAULT_TENANT, Principal
 from loraplex.core.request import GenerateRequest, RequestId
+from loraplex.core.score_format import ScoreFormat, ScoreKind
 from loraplex.core.stats import AdapterActivity, EngineStats, StepRecord
+from loraplex.core.task import Pool
 from loraplex.serving.adapter_cards import AdapterCard, card_of
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.engines.engine_state import EngineEnd, EngineState
@@ -196,6 +201,8 @@ class EchoService(Service):
             raise error
         admitted = await super().admitted(request, principal)
         assert isinstance(admitted.engine, EchoEngine)
+        if isinstance(request.task, Pool):
+            return admitted
         names = [adapter.name for adapter in admitted.adapters]
         prompt = BYTE_TOKENIZER.decode(admitted.request.prompt_token_ids)
         texts: Sequence[str] = [
@@ -282,10 +289,16 @@ class EchoStaging:
     The digest is the SHA-256 of the path, or of the tensors.
     """
 
+    policy = SourcePolicy()
+
     def __init__(self, service: EchoService) -> None:
         self.tensors: list[tuple[RequestTensor, RequestTensor]] = []
         self.faults: deque[LoraplexError] = deque()
         """Errors of the next loads."""
+        self.remarks: tuple[str, ...] = ()
+        """Warnings and notes of the next adapters."""
+        self.trained_on: str | None = None
+        """Base model that the next adapters name."""
         self._refused: dict[str, str] = {}
         self._service = service
 
@@ -293,7 +306,9 @@ class EchoStaging:
         if self.faults:
             self._refused[path] = self.faults[0].message
             raise self.faults.popleft()
-        return staged_adapter(path.encode())
+        return msgspec.structs.replace(
+            staged_adapter(path.encode()), trained_on=self.trained_on, warnings=self.remarks
+        )
 
     async def examine(self, path: str, **_: Any) -> Examination:
         """Return the account of one tensor, refused for what the last load failed of."""
@@ -311,7 +326,11 @@ class EchoStaging:
             reason=refusal,
         )
         return Examination(
-            format="PEFT", tensors=(tensor,), num_tensors=1, num_refused=int(tensor.refused)
+            format="PEFT",
+            trained_on=self.trained_on,
+            tensors=(tensor,),
+            num_tensors=1,
+            num_refused=int(tensor.refused),
         )
 
     async def stage_tensors(
@@ -355,5 +374,7 @@ def echo_card(
         pad_token_id=PAD_TOKEN_ID,
         dtype="float32",
         kv_dtype="float32",
+        has_chat_template=True,
         chat=chat,
+        scores=ScoreFormat(kind=ScoreKind.VECTORS),
     )

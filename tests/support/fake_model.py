@@ -102,8 +102,13 @@ class FakeModel:
         return token_id
 
     def vector(self, state: State, pool: Pool) -> bytes:
-        """Return the vector of the position with `state`: its bytes as numbers."""
-        values = list(state)[: pool.dimensions]
+        """Return the vector of the position with `state`: its bytes as numbers.
+
+        A head has one label; scores are in [-2, 2).
+        """
+        values = [float(byte) for byte in state[: pool.dimensions]]
+        if pool.kind.is_scores:
+            values = [byte / 64 - 2 for byte in state[: len(pool.token_ids) or 1]]
         return struct.pack(f"<{len(values)}f", *values)
 
     def candidates(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.state_files import canonical_path
@@ -34,6 +35,8 @@ def digest_of(content: str) -> str:
 
 class FakeStaging:
     """A path's or a tensor's name is its content. Canonical adapter files exist and are empty."""
+
+    policy = SourcePolicy()
 
     def __init__(self, state_dir: Path, capacity: Capacity, away: Set[str] = frozenset()) -> None:
         """away: paths that cannot be read; may change."""

@@ -156,15 +156,15 @@ def gguf_of_llama(folder: Path, kinds: Mapping[str, str] | None = None) -> bytes
         "llama.attention.head_count_kv": kv_heads,
         "llama.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "llama.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
-        **_tokenizer_fields(json.loads((folder / "tokenizer.json").read_text())),
+        **tokenizer_fields(json.loads((folder / "tokenizer.json").read_text())),
     }
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         numbers = tensor.float().numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            numbers = _rotated(numbers, heads if "q_proj" in name else kv_heads)
+            numbers = rotated(numbers, heads if "q_proj" in name else kv_heads)
         kind = "Q8_0" if numbers.ndim == 2 else "F32"
-        data = _ENCODERS[kind](numbers)
+        data = ENCODERS[kind](numbers)
         random = next((other for part, other in (kinds or {}).items() if part in name), None)
         if random and numbers.ndim == 2:
             size, num_inputs = numbers.shape
@@ -200,17 +200,17 @@ def gguf_of_lora(
         ).groups()
         numbers = tensor.float().numpy()
         if permutes and factor == "B" and (count := heads.get(module.rpartition(".")[2])):
-            numbers = _rotated(numbers, count)
+            numbers = rotated(numbers, count)
         if factor == "A" and "embed_tokens" in module:
             numbers = numbers.T
         own = f"{_own_name(f'{module}.weight')}.lora_{factor.lower()}"
         stored = kind if numbers.shape[1] % TYPES[kind][1] == 0 else "F16"
-        tensors[own] = (stored, numbers.shape, _ENCODERS[stored](numbers))
+        tensors[own] = (stored, numbers.shape, ENCODERS[stored](numbers))
     kept = {name: value for name, value in metadata.items() if value is not None}
     return gguf_bytes(kept, tensors)
 
 
-def _rotated(rows: npt.NDArray[np.floating], num_heads: int) -> npt.NDArray[np.floating]:
+def rotated(rows: npt.NDArray[np.floating], num_heads: int) -> npt.NDArray[np.floating]:
     """Put the two rows of each pair that rotates side by side."""
     shape = (num_heads, 2, len(rows) // num_heads // 2, -1)
     return rows.reshape(shape).swapaxes(1, 2).reshape(rows.shape)
@@ -231,7 +231,7 @@ def _q8_0(numbers: npt.NDArray[np.floating]) -> bytes:
     return np.concatenate((scales.view(np.uint8), codes.view(np.uint8)), axis=1).tobytes()
 
 
-_ENCODERS: dict[str, Callable[[npt.NDArray[np.floating]], bytes]] = {
+ENCODERS: dict[str, Callable[[npt.NDArray[np.floating]], bytes]] = {
     "F32": lambda numbers: numbers.astype("<f4").tobytes(),
     "F16": lambda numbers: numbers.astype("<f2").tobytes(),
     "BF16": lambda numbers: (numbers.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes(),
@@ -239,7 +239,7 @@ _ENCODERS: dict[str, Callable[[npt.NDArray[np.floating]], bytes]] = {
 }
 
 
-def _tokenizer_fields(tokenizer: dict[str, Any]) -> dict[str, Any]:
+def tokenizer_fields(tokenizer: dict[str, Any]) -> dict[str, Any]:
     added = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
     texts = {number: token for token, number in tokenizer["model"]["vocab"].items()} | added
     merges = tokenizer["model"]["merges"]

@@ -105,6 +105,7 @@ class PagedRows:
             soft_cap=rules.soft_cap,
             alibi_slopes=rules.alibi_slopes,
             sink_logits=sink_logits,
+            is_causal=rules.is_causal,
         )
         vectors = zip(queries, self.keys, self.values, strict=True)
         return torch.cat([dense(*each) for each in vectors])

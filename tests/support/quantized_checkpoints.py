@@ -218,17 +218,23 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def quantize_folder(folder: Path, case: Case, *, seed: int = 0) -> dict[str, torch.Tensor]:
+DELTA_WEIGHTS = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+"""Ends of the names of weights that published checkpoints of delta rules have quantised."""
+
+
+def quantize_folder(
+    folder: Path, case: Case, *, seed: int = 0, names: tuple[str, ...] = ("_proj.weight",)
+) -> dict[str, torch.Tensor]:
     """Replace the linear layers of a saved model by random quantised ones; the rest stays.
 
-    Returns all weights as they are decoded.
+    names: ends of the names of their weights. Returns all weights as they are decoded.
     """
     torch.default_generator.manual_seed(seed)
     path = folder / "model.safetensors"
     stored: dict[str, torch.Tensor] = {}
     decoded: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(path).items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(names):
             stored[name] = decoded[name] = tensor
             continue
         encoded = case.encode(*tensor.shape)

@@ -97,10 +97,13 @@ class RandomSchemas:
 
     def _number(self) -> Schema:
         low = self._random.randint(-40, 40) / 4
+        high = low + self._random.randint(1, 40) / 4
+        # llguidance 1.5.0 allows an excluded integer if no other is in the range (docs/options.md).
+        is_excluded = not (high.is_integer() and high - low < 1)
         return {
             "type": "number",
             "minimum": low,
-            "exclusiveMaximum": low + self._random.randint(1, 40) / 4,
+            "exclusiveMaximum" if is_excluded else "maximum": high,
         }
 
     def _simple(self) -> Schema:

@@ -1,12 +1,35 @@
-"""Which tests and cases a run leaves to others: those of a sample, and those of a part."""
+"""Which tests and cases a run leaves to others: those of a sample, those of a part, and files that
+have none of its tests."""
 
+import ast
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
 
 MARKER = "some"
+_ONLY_EXCLUDES = re.compile(r"not \w+( and not \w+)*")
+
+
+def has_no_test(source: str, markexpr: str) -> bool:
+    """Return whether a run needs no test of a file: the whole file has a mark that it excludes.
+
+    Such a file need not be imported to find that. markexpr: as `pytest -m` takes it; of one that is
+    more than `not A and not B` it is not known.
+    """
+    if "pytestmark = " not in source or not _ONLY_EXCLUDES.fullmatch(markexpr):
+        return False
+    excluded = {f"pytest.mark.{name}" for name in re.findall(r"not (\w+)", markexpr)}
+    if not any(name in source for name in excluded):
+        return False
+    for statement in ast.parse(source).body:
+        match statement:
+            case ast.Assign([ast.Name("pytestmark")], value):
+                marks = value.elts if isinstance(value, ast.List) else [value]
+                return not excluded.isdisjoint(map(ast.unparse, marks))
+    return False
 
 
 def left_to_others(config: pytest.Config, items: Sequence[pytest.Item]) -> list[pytest.Item]:

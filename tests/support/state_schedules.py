@@ -55,6 +55,7 @@ class StateRunner(FakeRunner):
     def __init__(self, capacity: Capacity, model: FakeModel, loader: FakeLoader) -> None:
         super().__init__(capacity, model, loader)
         states = groups_of_states(capacity)
+        assert states is not None
         self._batch = InputBatch(
             capacity.max_num_seqs,
             capacity.max_model_len,

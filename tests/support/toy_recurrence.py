@@ -16,9 +16,10 @@ import torch
 from loraplex.core.cache import CachedFloats, Chunk, States
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels, Storage
+from loraplex.kernels.states import StatePlan
 from loraplex.models.mixers import kinds
 from loraplex.models.mixers.mixer import LayerPlace, MixerInputs
-from loraplex.models.mixers.state_plan import StateKind, StatePlan
+from loraplex.models.mixers.state_plan import StateKind
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import (

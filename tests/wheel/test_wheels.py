@@ -1,6 +1,7 @@
 """Names, tags, sizes and content of the distributions, and a run without a compiler."""
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -150,10 +151,9 @@ def test_dependencies_agree(installed: Path):
 
 
 def test_generate_with_an_adapter(installed: Path):
-    (demo,) = installed.glob("lib/python*/site-packages/loraplex/demo")
-    command = ("generate", demo / "base", r"美国的首都在哪里? \n答案:", "--max-tokens", "10")
+    command = ("generate", "demo", r"美国的首都在哪里? \n答案:", "--max-tokens", "10")
     finished = subprocess.run(
-        [installed / "bin" / "loraplex", *command, "--adapter", f"chinese={demo / 'chinese'}"],
+        [installed / "bin" / "loraplex", *command],
         env=without_compiler(installed),
         cwd=installed,
         capture_output=True,
@@ -161,6 +161,26 @@ def test_generate_with_an_adapter(installed: Path):
     )
     assert finished.returncode == 0, finished.stderr
     assert "华盛顿" in finished.stdout
+
+
+def test_metadata_of_the_sdist_compiles_nothing(built: Path, tmp_path: Path):
+    """pip's step "Preparing metadata" is short: a compiler that fails is not called."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path, filter="data")
+    program = (
+        "import scikit_build_core.build as backend; "
+        "backend.prepare_metadata_for_build_wheel('metadata')"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path / path.name.removesuffix(".tar.gz"),
+        env={**os.environ, "CXX": str(shutil.which("false")), "LORAPLEX_NATIVE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert [*tmp_path.rglob("METADATA")] != []
 
 
 @pytest.mark.parametrize("required", [False, True])

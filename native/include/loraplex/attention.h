@@ -36,17 +36,22 @@ typedef struct loraplex_attention_step {
     const int64_t *seq_lens;        /* [num_rows] */
     const int64_t *block_tables;    /* [num_rows, block_table_stride] */
     int64_t block_table_stride;
+    int64_t is_causal; /* 0: a token sees all seq_lens[r] positions, or those less than
+                        * sliding_window away; without a window there may be more tokens */
 } loraplex_attention_step;
 
-/* Causal attention; sums are float32. A score is scale * q.k, then soft_cap * tanh(score /
- * soft_cap) if there is a cap, then + the head's slope * (key position - query position) if there
- * are slopes. sink_logits [num_heads] or null: one more score per head, of no key and no value. query
- * and output [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a
+/* Sums are float32. A score is scale * q.k, then soft_cap * tanh(score / soft_cap) if there is a
+ * cap, then + the head's slope * (key position - query position) if there are slopes.
+ * sink_logits [num_heads] or null: one more score per head, of no key and no value.
+ * position_bias [num_heads, 2 * max_distance + 1] or null: entry max_distance + (key position - query
+ * position), which is at least -max_distance and at most max_distance, is added to a score. query and
+ * output [num_tokens, num_heads, D], of one dtype; a token's heads are contiguous, tokens have a
  * stride. With queries and storage of bfloat16, LORAPLEX_CPU_AVX512_BF16 rounds the softmax's
  * weights to bfloat16. */
 LORAPLEX_API loraplex_status loraplex_paged_attention(
     loraplex_pool *pool, const loraplex_attention_step *step, loraplex_dtype kv_dtype,
-    const void *keys, const void *values, const float *sink_logits, loraplex_dtype dtype,
+    const void *keys, const void *values, const float *sink_logits, const float *position_bias,
+    int64_t max_distance, loraplex_dtype dtype,
     const void *query, int64_t query_stride, void *output, int64_t output_stride);
 
 /* key, value [num_tokens, K, D] to the slots (block * block_size + offset) of slot_mapping.

@@ -50,6 +50,12 @@ LORAPLEX_API loraplex_status loraplex_add(loraplex_pool *pool, int64_t num_rows,
                                           const void *residual, int64_t residual_stride,
                                           float factor, void *sum);
 
+/* product = x * factor, element by element. All [num_rows, n], the product contiguous. */
+LORAPLEX_API loraplex_status loraplex_multiply(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                               loraplex_dtype dtype, const void *x,
+                                               int64_t x_stride, const void *factor,
+                                               int64_t factor_stride, void *product);
+
 /* x [num_rows, n], in place: factor * x, and where soft_cap is not 0,
  * soft_cap * tanh(factor * x / soft_cap). */
 LORAPLEX_API loraplex_status loraplex_scale(loraplex_pool *pool, int64_t num_rows, int64_t n,

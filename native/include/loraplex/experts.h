@@ -31,6 +31,7 @@ typedef struct loraplex_routing_rules {
     int64_t num_chosen_groups;
     double factor; /* of all weights */
     double jitter;
+    double sum_floor; /* what the sum is increased by before it divides */
     loraplex_routing_mode mode;
     int32_t normalizes; /* whether a token's weights are divided by their sum */
 } loraplex_routing_rules;

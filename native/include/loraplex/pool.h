@@ -62,6 +62,14 @@ public:
         run(num_tiles, &call<Fn>, &fn);
     }
 
+    // The same by the caller alone, which needs no `Op`.
+    template <typename Fn>
+    static void serial_for_tiles(std::int64_t num_tiles, const Fn &fn) {
+        for (std::int64_t tile = 0; tile < num_tiles; ++tile) {
+            call<Fn>(&fn, tile, 0);
+        }
+    }
+
     // Of the op that runs; kept for the next one. Ask before parallel_for_tiles, not in a tile.
     void *shared_scratch(std::size_t num_bytes) { return shared_scratch_.at_least(num_bytes); }
 
@@ -85,8 +93,9 @@ public:
 private:
     using TileFunction = void (*)(const void *fn, std::int64_t tile, int worker);
 
+    // Not inlined, so that what fn does is compiled once.
     template <typename Fn>
-    static void call(const void *fn, std::int64_t tile, int worker) {
+    __attribute__((noinline)) static void call(const void *fn, std::int64_t tile, int worker) {
         (*static_cast<const Fn *>(fn))(tile, worker);
     }
 

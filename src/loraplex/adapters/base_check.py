@@ -10,11 +10,13 @@ import enum
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
+from loraplex.adapters.base_kinds import another_kind, model_name
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.shapes import NO_MODULE, BaseShapes
 from loraplex.adapters.tensor_file import RawTensor
-from loraplex.core.adapter import EMBEDDING, LM_HEAD, LoraTarget, TargetPart
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, SCORE, LoraTarget, TargetPart
 from loraplex.core.counts import counted
 from loraplex.core.errors import (
     AdapterMismatchError,
@@ -45,30 +47,60 @@ _FOLDED = (
 POOL_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """safetensors' type names by torch's."""
 
-# The smallest value that rounds to infinity: half a step above the largest finite one.
 _ROUNDED = " are rounded to the"
+_TRAINED_ON = "trained on "
+_OTHER_ROUNDING = ": the same model with other rounding of its weights"
+# The smallest value that rounds to infinity: half a step above the largest finite one.
 _TOO_LARGE = {"F16": 65520.0, "F32": 2.0**128 - 2.0**103, "BF16": 2.0**128 - 2.0**119}
 _LARGEST_ACTIVATION = 2.0**63
 """Norms square their inputs in float32, which ends at 2^128."""
 _WIDER = {"F16": ("F16",), "BF16": ("BF16",), "F32": ("F32", "F16", "BF16")}
 
 
+class WarningCode(enum.StrEnum):
+    """Subject of a warning, for programs that act on it."""
+
+    OTHER_BASE = "other_base"
+    """The adapter was trained on another base model."""
+    OTHER_ROUNDING = "other_rounding"
+    """It was trained on the same base model, whose weights are rounded otherwise here."""
+    OTHER = "other"
+
+
+class Remarks(NamedTuple):
+    """What a load found in an adapter that it does not refuse."""
+
+    warnings: tuple[str, ...]
+    """Remarks that need a decision or an action."""
+    codes: tuple[WarningCode, ...]
+    """Code of each warning."""
+    notes: tuple[str, ...]
+    """Remarks that most adapters have, and that need none."""
+
+
 class BaseCheck(enum.StrEnum):
     """Consequence of an adapter that names another base model."""
 
+    AUTO = "auto"
+    """An error if the name has another architecture or size, else a warning."""
     WARN = "warn"
     ERROR = "error"
 
 
 def check_base_name(
-    trained_on: str | None, base_model: str, check: BaseCheck, stored_format: str = ""
+    trained_on: str | None,
+    base_model: str,
+    check: BaseCheck,
+    stored_format: str = "",
+    architecture: str = "",
 ) -> list[str]:
     """Return warnings, or raise AdapterMismatchError if so chosen. Unknown names match.
 
-    stored_format: that of quantised weights of the base, such as gptq. Names that differ only in
-    the form of the weights are never an error.
+    stored_format: that of quantised weights of the base, such as gptq. architecture: the base's
+    class, such as LlamaForCausalLM. Names that differ only in the form of the weights are never an
+    error.
     """
-    if trained_on and _last(trained_on) == _last(base_model):
+    if trained_on and model_name(trained_on) == model_name(base_model):
         return []
     folded = [_FOLDED] if stored_format == _AWQ else []
     if not trained_on or not base_model:
@@ -76,11 +108,15 @@ def check_base_name(
     other = other_base(trained_on, base_model, stored_format)
     if other is None:
         same = _difference(trained_on, base_model, stored_format)
-        return [f"{same}: the same model with other rounding of its weights", *folded]
-    if check is BaseCheck.ERROR:
+        return [f"{same}{_OTHER_ROUNDING}", *folded]
+    kind = another_kind(trained_on, base_model, architecture)
+    if kind:
+        other += f": a model {kind}"
+    if check is BaseCheck.ERROR or (kind and check is BaseCheck.AUTO):
         raise AdapterMismatchError(
-            f"the adapter belongs to another base model: {other}. Set adapter_base_check = warn to "
-            "load it all the same"
+            f"the adapter belongs to another base model: {other}. If that name is wrong, correct "
+            "it in the adapter's config; to load the adapter all the same, the operator sets "
+            "adapter_base_check = warn (--adapter-base-check warn)"
         )
     return [other, *folded]
 
@@ -94,7 +130,7 @@ def other_base(trained_on: str | None, base_model: str, stored_format: str = "")
 
 def _difference(trained_on: str, base_model: str, stored_format: str) -> str:
     stored = f" (stored as {stored_format})" if stored_format else ""
-    return f"trained on {trained_on!r}; this server runs {base_model!r}{stored}"
+    return f"{_TRAINED_ON}{trained_on!r}; this server runs {base_model!r}{stored}"
 
 
 def check_shapes(rows: Iterable[CanonicalRow], shapes: BaseShapes, max_ranks: RankLimits) -> None:
@@ -169,6 +205,25 @@ def is_about_rounding(warning: str) -> bool:
     return _ROUNDED in warning
 
 
+def divided(remarks: Iterable[str]) -> Remarks:
+    """Divide the warnings of a staged adapter into those that need an action and notes."""
+    given = tuple(remarks)
+    warnings = tuple(remark for remark in given if not is_about_rounding(remark))
+    return Remarks(
+        warnings=warnings,
+        codes=tuple(map(_code, warnings)),
+        notes=tuple(filter(is_about_rounding, given)),
+    )
+
+
+def _code(warning: str) -> WarningCode:
+    """Return the code of a warning. Stored adapters have the words alone."""
+    if not warning.startswith(_TRAINED_ON):
+        return WarningCode.OTHER
+    is_same = warning.endswith(_OTHER_ROUNDING)
+    return WarningCode.OTHER_ROUNDING if is_same else WarningCode.OTHER_BASE
+
+
 def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
     name = "a" if "a" in row.tensors else next(iter(row.tensors), "")
     what = f"tensor {row.origin}.{_SLOTS.get(name, name)}"
@@ -194,6 +249,9 @@ def _check_place(row: CanonicalRow, shapes: BaseShapes) -> None:
             raise UnsupportedFeatureError(
                 f"{what}: only LoRA of {', '.join(shapes.modules)} is served here"
             )
+    elif row.layer is None and row.module == SCORE:
+        _check_score(row, what)
+        return
     elif (is_norm or is_linear) and row.kind is RowKind.FULL:
         raise UnsupportedFeatureError(
             f"{what} is a whole copy of {row.module}; only copies of {EMBEDDING} and {LM_HEAD} "
@@ -230,6 +288,15 @@ def _check_expert(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
         )
 
 
+def _check_score(row: CanonicalRow, what: str) -> None:
+    """Refuse what is no whole weight of a classification head: base_copies made one of LoRA."""
+    if row.kind is not RowKind.FULL:
+        raise UnsupportedFeatureError(
+            f"{what}: only a whole copy of a classification head and plain LoRA of it are served, "
+            "without DoRA, biases and lora_bias"
+        )
+
+
 def _check_end(row: CanonicalRow, shapes: BaseShapes, what: str) -> None:
     if not shapes.adapts_ends:
         raise UnsupportedFeatureError(
@@ -259,6 +326,8 @@ def not_enabled(module: str, shapes: BaseShapes) -> str:
 
 def _expected(row: CanonicalRow, shapes: BaseShapes) -> dict[str, tuple[int, ...]]:
     """Return the shapes that the base model needs."""
+    if row.layer is None and row.module == SCORE:
+        return {name: (tensor.shape[0], shapes.score_size) for name, tensor in row.tensors.items()}
     ends = {
         EMBEDDING: (shapes.vocab_size, shapes.hidden_size),
         LM_HEAD: (shapes.hidden_size, shapes.vocab_size),
@@ -335,14 +404,9 @@ def _check_tied(rows: tuple[CanonicalRow, ...]) -> None:
         )
 
 
-def _last(model: str) -> str:
-    """Return the last part of a hub id or path."""
-    return model.rstrip("/").rpartition("/")[2].casefold()
-
-
 def _short(model: str) -> str:
-    """Return the last part without the suffix of a quantised base."""
-    return _QUANTIZED.sub("", _last(model))
+    """Return the name without the suffix of a quantised base."""
+    return _QUANTIZED.sub("", model_name(model))
 
 
 _BY_OUTPUTS = (TargetPart.LORA, TargetPart.FACTOR, TargetPart.BIAS, TargetPart.SHIFT)
@@ -363,6 +427,8 @@ def check_targets(targets: Iterable[LoraTarget], shapes: BaseShapes, max_ranks: 
     for place, of_place in pieces.items():
         layer, module, expert, part = place
         found, needed = _size(part, of_place), _needed(place, of_place, shapes)
+        if layer < 0 and module == SCORE and part is TargetPart.ROWS:
+            needed = (found[0], shapes.score_size)  # each head has its own number of labels
         if layer >= shapes.num_layers or found != needed:
             base = "has none" if needed is None else f"needs {list(needed)}"
             has_experts = module in shapes.layer(layer).num_experts

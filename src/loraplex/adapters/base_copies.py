@@ -3,7 +3,7 @@
 PEFT saves embed_tokens and lm_head in addition to their LoRA, and with any change if the vocabulary
 was resized, though they were not trained; it loads them over the base's own. A copy is left out if
 all its values equal those of the base's checkpoint. One that stays is joined with what else changes
-the module.
+the module. LoRA of the base's classification head becomes a copy, as other heads are.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
 from loraplex.adapters.formats.peft_names import parameter_path
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import RawTensor, read_pieces, tensor_names
-from loraplex.core.adapter import EMBEDDING, LM_HEAD
-from loraplex.core.errors import AdapterMismatchError, LoraplexError
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, SCORE
+from loraplex.core.errors import AdapterMismatchError, LoraplexError, UnsupportedFeatureError
 from loraplex.core.module_names import without_wrappers
 
 _CHECKPOINT = "model.safetensors"
@@ -37,7 +37,8 @@ def without_base_copies(
     """Return (the rows that stay, the copies that equal the base's values).
 
     base: folder of the base; None: unknown. A copy stays if there are no safetensors to compare it
-    with. Raises AdapterMismatchError for trained tokens that a copy does not have.
+    with. Raises AdapterMismatchError for trained tokens that a copy does not have, and for LoRA of
+    a classification head that the base does not have.
     """
     kept: list[CanonicalRow] = []
     dropped: list[CanonicalRow] = []
@@ -49,6 +50,9 @@ def without_base_copies(
         dropped.append(dataclasses.replace(row, tensors={"base": row.tensors["base"]}))
         if own:
             kept.append(dataclasses.replace(row, tensors=own))
+    heads = [row for row in kept if row.layer is None and row.module == SCORE]
+    if any(row.kind is RowKind.LORA for row in heads):
+        kept = [*(row for row in kept if row not in heads), _whole_score(heads, base)]
     return _joined(kept, shapes), tuple(dropped)
 
 
@@ -80,6 +84,41 @@ def _joined(rows: Iterable[CanonicalRow], shapes: BaseShapes) -> tuple[Canonical
                 ends.setdefault((twin, RowKind.FULL), of_twin)
     _put_tokens(ends, shapes)
     return sort_rows([*others, *ends.values()])
+
+
+def _whole_score(rows: Sequence[CanonicalRow], base: Path | None) -> CanonicalRow:
+    """Return the head that LoRA makes of the base's: W + s B A, float32.
+
+    It has few outputs: as a copy it is no larger than other heads. Raises AdapterMismatchError if
+    the base has no head of this shape, and UnsupportedFeatureError for other changes in addition.
+    """
+    lora, *others = sorted(rows, key=lambda row: row.kind is not RowKind.LORA)
+    if others or "bias" in lora.tensors:
+        raise UnsupportedFeatureError(
+            f"{lora.origin}: LoRA of a classification head together with other changes of it is "
+            "not served: only plain LoRA, or a whole copy (modules_to_save)"
+        )
+    a, b = (lora.tensors[name].array().astype("<f8") for name in ("a", "b"))
+    try:
+        if base is None:
+            raise LookupError
+        path, name = _place_of([f"{SCORE}.weight"], base)
+        pieces = [piece.array().astype("<f8") for piece in read_pieces(path, name, _PIECE_BYTES)]
+    except (OSError, ValueError, LookupError) as error:
+        raise AdapterMismatchError(
+            f"{lora.origin} has LoRA of a classification head; the base model has no "
+            f"{SCORE}.weight that it could change: save the whole head with the adapter "
+            "(modules_to_save)"
+        ) from error
+    weight = np.concatenate(pieces)
+    if weight.shape != (b.shape[0], a.shape[1]):
+        raise AdapterMismatchError(
+            f"{lora.origin} has LoRA of a classification head [{b.shape[0]}, {a.shape[1]}]; that "
+            f"of the base model is {list(weight.shape)}"
+        )
+    merged = (weight + lora.scale * (b @ a)).astype("<f4")
+    whole = RawTensor("F32", merged.shape, merged.tobytes())
+    return dataclasses.replace(lora, kind=RowKind.FULL, scale=1.0, tensors={"weight": whole})
 
 
 def _put_tokens(ends: _Ends, shapes: BaseShapes) -> None:

@@ -173,6 +173,12 @@ class AdapterDatabase:
         rows = self._select(query, (*version.owner, version.name))
         return [self._version(row) for row in rows]
 
+    def of_digest(self, owner: Owner, digest: str) -> AdapterVersion | None:
+        """Return a kept version with this digest, the newest of them."""
+        query = f"{_VERSION} WHERE v.digest = ? AND a.model = ? AND a.tenant = ?"
+        rows = self._select(f"{query} ORDER BY v.created DESC LIMIT 1", (digest, *owner))
+        return self._version(rows[0]) if rows else None
+
     def digests(self) -> set[str]:
         """Return the digest of every kept version."""
         return {digest for (digest,) in self._select("SELECT digest FROM versions", ())}

@@ -34,7 +34,9 @@ from loraplex.core.errors import LoraplexError
 _MAX_TENSORS: Final = 10_000
 _MAX_CHARS: Final = 1000
 """Characters of a name or reason."""
-_OTHER_TOWER: Final = "left out: only images or sound pass through it"
+_OTHER_TOWER: Final = (
+    "left out: it is of images, sound or draft tokens, and no text passes through it"
+)
 _BASE_COPY: Final = "left out: a copy of the base model's own weight, with the same values"
 _COPIES: Final = (PeftSlot.WEIGHT, PeftSlot.BIAS, PeftSlot.BASE_WEIGHT, PeftSlot.BASE_BIAS)
 _FACTORS: Final = {PeftSlot.A: 0, PeftSlot.B: 1}
@@ -59,6 +61,7 @@ def examine(request: StageRequest) -> Examination:
     tensors.sort(key=lambda tensor: not tensor.refused)
     return Examination(
         format=source.format,
+        trained_on=source.trained_on,
         tensors=tuple(tensors[:_MAX_TENSORS]),
         num_tensors=len(tensors),
         num_refused=sum(tensor.refused for tensor in tensors),

@@ -2,10 +2,12 @@
 
 A base may compute q, k and v, or gate and up, by one linear layer. The LoRA of its parts is then
 one LoRA whose B has a block for each part, and LoRA of the fused layer is, on a base with separate
-layers, LoRA of each of them with the same A. Both are exact.
+layers, LoRA of each of them with the same A. Both are exact. Qwen3-Next has the parts by key head.
 """
 
+import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -51,7 +53,9 @@ def fit_modules(rows: Iterable[CanonicalRow], shapes: BaseShapes) -> tuple[Canon
                 f"{first.origin} and {second.origin} change the same outputs of the base model's "
                 f"{fused}"
             )
-        fitted.append(_join(layer, fused, kind, of_parts, shapes.layer(layer).fused[fused]))
+        own = shapes.layer(layer)
+        row = _join(layer, fused, kind, of_parts, own.fused[fused])
+        fitted.append(_by_head(row, own.fused[fused], own.split_heads.get(fused, 1)))
     return sort_rows(fitted)
 
 
@@ -111,6 +115,22 @@ def _join(
         (name,) = some.tensors
         tensors, scale = {name: _stored([rows[part].tensors[name] for part in sizes])}, some.scale
     return CanonicalRow(layer, fused, None, kind, scale, tensors, origin)
+
+
+def _by_head(row: CanonicalRow, sizes: Mapping[str, int], num_heads: int) -> CanonicalRow:
+    """Return a row of which each head's outputs lie together. sizes: of the parts, in order."""
+    if num_heads == 1:
+        return row
+    ends = list(itertools.accumulate(sizes.values()))
+    parts = np.split(np.arange(ends[-1]), ends[:-1])
+    order = np.concatenate([part.reshape(num_heads, -1) for part in parts], axis=1).ravel()
+    tensors = {
+        name: tensor
+        if name == "a"
+        else RawTensor(tensor.dtype, tensor.shape, tensor.bits()[order].tobytes())
+        for name, tensor in row.tensors.items()
+    }
+    return dataclasses.replace(row, tensors=tensors)
 
 
 def _joined_lora(rows: _Parts, sizes: Mapping[str, int]) -> tuple[dict[str, RawTensor], float]:

@@ -1,4 +1,5 @@
-"""Index of the adapter store in memory: present versions by name, alias, task id and digest.
+"""Index of the adapter store in memory: present versions by name, alias, task id and digest, and
+the kept ones that requests named lately.
 
 It knows no file and no database. A lookup returns the state before or after a change, and never
 waits for a disk.
@@ -7,7 +8,7 @@ waits for a disk.
 import dataclasses
 import difflib
 import threading
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 
 from loraplex.adapters.version import AdapterVersion, Owner
@@ -17,6 +18,8 @@ from loraplex.core.errors import AdapterNotFoundError
 _MAX_NAMES_SHOWN = 10
 _MAX_NAMES_COMPARED = 500
 """Maximum to compare with an unknown name: ten thousand would block an event loop for 0.1 s."""
+MAX_RECALLED = 64
+"""Maximum number of kept versions of one owner that stay in the index."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -27,6 +30,8 @@ class _Names:
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
     names_by_task: dict[int, str] = dataclasses.field(default_factory=dict)
     names_by_digest: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    recalled: OrderedDict[str, AdapterVersion] = dataclasses.field(default_factory=OrderedDict)
+    """Kept versions by digest, the last recalled one last."""
 
 
 class AdapterIndex:
@@ -64,6 +69,25 @@ class AdapterIndex:
                     # Of several names for one content always return the same one.
                     return names.versions.get(min(names.names_by_digest.get(digest, {""})))
 
+    def kept(self, owner: Owner, digest: str) -> AdapterVersion | None:
+        """Return a version that is not the present one of its name, if it was recalled."""
+        with self._lock:
+            return self._owners[owner].recalled.get(digest)
+
+    def recall(self, version: AdapterVersion) -> None:
+        """Add a kept version. It leaves again with the next change of its name's history."""
+        with self._lock:
+            recalled = self._owners[version.owner].recalled
+            recalled[version.digest] = version
+            recalled.move_to_end(version.digest)
+            if len(recalled) > MAX_RECALLED:
+                recalled.popitem(last=False)
+
+    def forget_kept(self, version: AdapterVersion) -> None:
+        """Remove the recalled versions of a name."""
+        with self._lock:
+            _forget_recalled(self._owners[version.owner], version.name)
+
     def version(self, owner: Owner, name: str) -> AdapterVersion | None:
         """Return a version by its own name, not by an alias."""
         with self._lock:
@@ -94,6 +118,8 @@ class AdapterIndex:
         """Set the present version of its name."""
         with self._lock:
             names = self._owners[version.owner]
+            if names.recalled:
+                _forget_recalled(names, version.name)
             old = names.versions.get(version.name)
             if old is not None:
                 _forget_keys(names, old)
@@ -106,6 +132,7 @@ class AdapterIndex:
         """Remove a name and its aliases."""
         with self._lock:
             names = self._owners[version.owner]
+            _forget_recalled(names, version.name)
             _forget_keys(names, names.versions.pop(version.name))
             for alias in [a for a, name in names.aliases.items() if name == version.name]:
                 del names.aliases[alias]
@@ -117,6 +144,11 @@ class AdapterIndex:
     def drop_alias(self, owner: Owner, alias: str) -> None:
         with self._lock:
             del self._owners[owner].aliases[alias]
+
+
+def _forget_recalled(names: _Names, name: str) -> None:
+    for digest in [d for d, kept in names.recalled.items() if kept.name == name]:
+        del names.recalled[digest]
 
 
 def _forget_keys(names: _Names, version: AdapterVersion) -> None:

@@ -17,6 +17,9 @@ FUSED_MODULES: Final[Mapping[str, tuple[str, ...]]] = {
     "W_pack": _QKV,
     "gate_up_proj": ("gate_proj", "up_proj"),
     "shared_expert.gate_up_proj": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+    # SGLang's of Qwen3.5. Qwen3-Next's own layers of these names have another order.
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 """Parts of fused layers, in the order of their outputs, by Hugging Face's names."""
 
@@ -36,6 +39,7 @@ class LayerShapes(msgspec.Struct, frozen=True):
     paths: dict[str, str] = {}
     fused: dict[str, dict[str, int]] = {}
     head_dim: int = 1
+    split_heads: dict[str, int] = {}
 
 
 class BaseShapes(msgspec.Struct, frozen=True):
@@ -64,6 +68,8 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Outputs of the parts of a fused linear layer, in order: qkv_proj's q_proj, k_proj, v_proj."""
     adapts_ends: bool = True
     """Whether the embedding and the output layer can be adapted."""
+    score_size: int = 0
+    """Inputs of a classification head; 0: adapters may bring none."""
     ties_embeddings: bool = False
     """Whether lm_head's weight is the token embedding's."""
     enabled_modules: tuple[str, ...] | None = None
@@ -80,6 +86,11 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Hugging Face's name of the model's class, such as LlamaForCausalLM; empty if unknown."""
     head_dim: int = 1
     """Outputs of q_proj and k_proj for one head, by which GGUF files order their rows."""
+    split_heads: dict[str, int] = {}
+    """Number of heads of a fused linear layer that has all parts of a head side by side, and then
+    those of the next head."""
+    num_key_heads: int = 0
+    """Key heads of delta rules, by which GGUF files order values; 0: no layer has one."""
     stored_format: str = ""
     """Format of weights that are stored quantised, such as gptq; empty: they are not."""
     own_layers: dict[int, LayerShapes] = {}
@@ -113,7 +124,7 @@ class BaseShapes(msgspec.Struct, frozen=True):
         if layer in self.own_layers:
             return self.own_layers[layer]
         sizes = (self.modules, self.num_experts, self.biased_modules)
-        return LayerShapes(*sizes, self.paths, self.fused, self.head_dim)
+        return LayerShapes(*sizes, self.paths, self.fused, self.head_dim, self.split_heads)
 
     def is_biased(self, layer: int | None, module: str) -> bool:
         """Whether a module of a layer has a bias. layer: None: it is outside the layers."""

@@ -11,7 +11,10 @@ from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.tensor_file import StagingLimits, TensorHeader
 from loraplex.core.adapter import AdapterSource
 from loraplex.core.errors import ErrorInfo
+from loraplex.core.vector_format import TextPrompts
 
+UPLOAD = "the upload"
+"""What messages call the files that a client sent; each is called by its name."""
 REQUEST_TENSORS = "a request's lora_weights"
 """Path of an adapter from a request, whose only source is its canonical adapter file."""
 
@@ -33,7 +36,7 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the base, to detect an adapter of another base; empty if unknown."""
     base_path: str = ""
     """Folder of the base: copies of its own weights in an adapter are left out."""
-    base_check: BaseCheck = BaseCheck.WARN
+    base_check: BaseCheck = BaseCheck.AUTO
     """Consequence of an adapter that names another base."""
     pool_dtype: str = ""
     """Type in which the engine computes: float32, float16 or bfloat16; empty if unknown."""
@@ -58,7 +61,12 @@ class StagedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """Whether every B is zero: the adapter was never trained."""
     end_tokens: EndTokens = EndTokens()
     """End tokens that its files name."""
+    prompts: TextPrompts | None = None
+    """Prompts of its folder for texts whose vectors it makes; None: there are none."""
+    trained_on: str | None = None
+    """Name of the base model that its files have."""
     warnings: tuple[str, ...] = ()
+    """Warnings and notes (base_check.divided)."""
     was_known: bool = False
     """Whether the file had been staged before and has not changed since."""
     seconds: dict[str, float] = {}
@@ -90,6 +98,8 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 
     format: str = ""
     """Name of its format; empty if it has none that is known."""
+    trained_on: str | None = None
+    """Name of the base model that its files have."""
     tensors: tuple[ExaminedTensor, ...] = ()
     """First 10000 tensors; the refused ones come first."""
     num_tensors: int = 0

@@ -405,7 +405,7 @@ class StagingWorker:
         while another's has just begun.
         """
         self._state_dir = state_dir
-        self._policy = policy
+        self.policy = policy
         self._request_ids = itertools.count(1)
         self._num_spare = num_spare = 2 if has_tenants else 1
         self._local = StagingPool(command, timeout_seconds, num_workers, num_spare)
@@ -420,7 +420,7 @@ class StagingWorker:
         max_ranks: RankLimits,
         base_model: str = "",
         base_path: str = "",
-        base_check: BaseCheck = BaseCheck.WARN,
+        base_check: BaseCheck = BaseCheck.AUTO,
         pool_dtype: str = "",
         reads_again: bool = False,
         is_trusted: bool = True,
@@ -445,8 +445,8 @@ class StagingWorker:
             upload="" if upload is None else str(upload),
             state_dir=str(self._state_dir),
             shapes=shapes,
-            limits=StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes),
-            policy=self._policy.for_operator() if is_trusted else self._policy,
+            limits=StagingLimits(max_ranks=max_ranks, max_file_bytes=self.policy.max_bytes),
+            policy=self.policy.for_operator() if is_trusted else self.policy,
             base_model=base_model,
             base_path=base_path,
             base_check=base_check,
@@ -477,8 +477,8 @@ class StagingWorker:
             examines=True,
             state_dir=str(self._state_dir),
             shapes=shapes,
-            limits=StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes),
-            policy=self._policy,
+            limits=StagingLimits(max_ranks=max_ranks, max_file_bytes=self.policy.max_bytes),
+            policy=self.policy,
             base_path=base_path,
             pool_dtype=pool_dtype,
         )
@@ -502,7 +502,7 @@ class StagingWorker:
         """
         tensors = (lora_weights, lora_config)
         weights, config = (TensorHeader(t.dtype, t.shape, t.view.nbytes) for t in tensors)
-        limits = StagingLimits(max_ranks=max_ranks, max_file_bytes=self._policy.max_bytes)
+        limits = StagingLimits(max_ranks=max_ranks, max_file_bytes=self.policy.max_bytes)
         if max(weights.num_bytes, config.num_bytes) > limits.max_file_bytes:
             raise AdapterTooLargeError(
                 f"lora_weights has {readable_bytes(weights.num_bytes)}, lora_config "
@@ -543,7 +543,7 @@ class StagingWorker:
 
     async def keep_spare(self) -> None:
         """Start the workers that are to be idle for tenants' loads."""
-        for pool in (self._local, self._remote) if self._policy.hosts else (self._local,):
+        for pool in (self._local, self._remote) if self.policy.hosts else (self._local,):
             await pool.keep_idle(self._num_spare)
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ from loraplex.adapters.formats.patterns import call_when_slow
 from loraplex.adapters.seen_files import FileIdentity, SeenFiles, identities_of
 from loraplex.adapters.sources.fetch import files_at, local_path
 from loraplex.adapters.sources.reference import SourceKind, parse, shown_source
-from loraplex.adapters.staged import StagedAdapter, StageReply, StageRequest
+from loraplex.adapters.staged import UPLOAD, StagedAdapter, StageReply, StageRequest
 from loraplex.adapters.state_files import canonical_path
 from loraplex.adapters.targets import source_of
 from loraplex.core.byte_sizes import readable_bytes
@@ -98,7 +98,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 def reply_to(request: StageRequest, tensors: Sequence[Buffer] = ()) -> StageReply:
     """Stage the adapter of a request; the reply contains its report or its error."""
-    what = shown_source(request.path)
+    what = UPLOAD if request.upload else shown_source(request.path)
     try:
         with reporting_full_disk():
             return _fetched_reply(request, tensors)
@@ -121,7 +121,7 @@ def _fetched_reply(request: StageRequest, tensors: Sequence[Buffer]) -> StageRep
     started = time.perf_counter()
     place, shown = request.path, None
     if request.upload:
-        place, shown = request.upload, request.path
+        place, shown = request.upload, UPLOAD
     elif request.tensors is None:
         place = str(local_path(request.path, request.policy, Path(request.state_dir)))
         reference = parse(request.path)
@@ -135,7 +135,10 @@ def _fetched_reply(request: StageRequest, tensors: Sequence[Buffer]) -> StageRep
     except LoraplexError as error:
         if shown is None:
             raise
-        raise type(error)(error.message.replace(place, shown), param=error.param) from error
+        message = error.message
+        if request.upload:  # a client knows its files by their names alone
+            message = message.replace(f"{place}/", "")
+        raise type(error)(message.replace(place, shown), param=error.param) from error
     if shown is not None and not request.upload:
         seconds = {"fetch": fetch_seconds, **staged.seconds}
         staged = msgspec.structs.replace(staged, seconds=seconds)
@@ -198,7 +201,8 @@ def _context(request: StageRequest, files: Sequence[Path]) -> str:
     """Return what the report of an adapter depends on in addition to the content of its files."""
     base = (request.base_model, request.base_path, request.base_check, request.shapes)
     fields = (*base, request.limits.max_ranks, request.pool_dtype, [file.name for file in files])
-    return msgspec.json.encode((__version__, *fields)).decode()
+    form = (__version__, StagedAdapter.__struct_fields__)
+    return msgspec.json.encode((*form, *fields)).decode()
 
 
 def _known_report(state_dir: Path, found: str | None) -> StagedAdapter | None:
@@ -251,7 +255,9 @@ def _check(
     """Return warnings. Raises if the adapter does not fit the base or the engine."""
     check_shapes(rows, request.shapes, request.limits.max_ranks)
     warnings = check_base_name(
-        source.trained_on, request.base_model, request.base_check, request.shapes.stored_format
+        *(source.trained_on, request.base_model, request.base_check),
+        request.shapes.stored_format,
+        request.shapes.architecture,
     )
     warnings += source.warnings(rows, request.shapes)
     if request.pool_dtype:
@@ -280,6 +286,8 @@ def _report(
             for row in rows
         ),
         end_tokens=source.end_tokens,
+        prompts=source.prompts,
+        trained_on=source.trained_on,
         warnings=warnings,
     )
 

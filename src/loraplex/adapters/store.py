@@ -38,6 +38,7 @@ __all__ = [
     "AdapterVersion",
     "Registration",
     "VersionOrigin",
+    "numbered",
 ]
 
 MAX_HISTORY = 10
@@ -104,6 +105,8 @@ class AdapterStore:
         self._names = self._database.names
         self.find = self._names.find
         """Return the present version, if any, even if its canonical adapter file is gone."""
+        self.kept = self._names.kept
+        """Return a version that was recalled, and is still in the history."""
         self.missing_digests: frozenset[str] = frozenset()
         """Digests whose canonical adapter file was missing at the last check."""
         self._look_for_files()
@@ -285,6 +288,29 @@ class AdapterStore:
         with self._changing:
             return self._database.history(self._names.resolve(ref))
 
+    def recall(
+        self, owner: Owner, digest: str, check: Callable[[AdapterVersion], object]
+    ) -> AdapterVersion | None:
+        """Return a version in a history by its digest, and let `kept` find it; None: there is none.
+
+        Raises what `check` raises for it, or AdapterLoadError if its canonical adapter file is
+        gone.
+        """
+        with self._changing:
+            version = self._database.of_digest(owner, digest)
+            if version is None:
+                return None
+            if not self._has_file(version):
+                raise _file_is_gone(version)
+            check(version)
+            self._names.recall(version)
+            return version
+
+    def is_kept_only(self, version: AdapterVersion) -> bool:
+        """Whether a version is in a history without being the present one of its name."""
+        present = self._names.version(version.owner, version.name)
+        return present is None or present.digest != version.digest
+
     def pin(self, ref: AdapterRef, number: int | None = None) -> AdapterVersion:
         """Keep a version (the present one without a number) in the history, and its file.
 
@@ -429,14 +455,7 @@ class AdapterStore:
         )
 
     def _numbered(self, present: AdapterVersion, number: int) -> AdapterVersion:
-        history = self._database.history(present)
-        for version in history:
-            if version.number == number:
-                return version
-        kept = ", ".join(str(version.number) for version in history)
-        raise AdapterNotFoundError(
-            f"adapter {present.name!r} has no version {number}; kept: {kept}", param="version"
-        )
+        return numbered(self._database.history(present), number)
 
     def _set_pinned(self, ref: AdapterRef, number: int | None, is_pinned: bool) -> AdapterVersion:
         with self._changing:
@@ -446,7 +465,19 @@ class AdapterStore:
             with self._change():
                 self._database.set_pinned(pinned)
                 self._database.trim(present, MAX_HISTORY)
+            self._names.forget_kept(present)
             return pinned
+
+
+def numbered(history: Sequence[AdapterVersion], number: int) -> AdapterVersion:
+    """Return the version of a history that has a number. Raises AdapterNotFoundError."""
+    for version in history:
+        if version.number == number:
+            return version
+    kept = ", ".join(str(version.number) for version in history)
+    raise AdapterNotFoundError(
+        f"adapter {history[0].name!r} has no version {number}; kept: {kept}", param="version"
+    )
 
 
 def _reconfigured(

@@ -8,6 +8,7 @@ import enum
 import functools
 import unicodedata
 
+from loraplex.adapters.base_check import Remarks, divided
 from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.core.adapter import MAX_TASK_ID, AdapterSource
@@ -74,6 +75,10 @@ class AdapterVersion:
     @property
     def shown_path(self) -> str:
         return shown_source(self.path)
+
+    @functools.cached_property
+    def remarks(self) -> Remarks:
+        return divided(self.staged.warnings)
 
     @functools.cached_property
     def rank(self) -> int:

@@ -15,6 +15,7 @@ from loraplex.core.server_config import ServerConfig
 from loraplex.frontends.access import Authenticate, by_api_key, everyone_is_local
 from loraplex.frontends.kserve.http.routes import refusal as kserve_refusal
 from loraplex.frontends.middleware import Refuse, checked, host_check, key_check, page_check
+from loraplex.frontends.openai.app import COHERE_PATHS
 from loraplex.frontends.openai.errors import error_response as openai_refusal
 from loraplex.frontends.openai.writers import DIGESTS_HEADER
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -107,5 +108,5 @@ def refusal(path: str, error: LoraplexError, dialect: str = "openai") -> Respons
     """Return the error in the format of the front end that the path belongs to."""
     if dialect == "llgtrt_compat":
         return Response(status_code=openai_refusal(error).status_code)
-    is_tritons = path == "/v2" or path.startswith("/v2/")
+    is_tritons = (path == "/v2" or path.startswith("/v2/")) and path not in COHERE_PATHS
     return kserve_refusal(error) if is_tritons else openai_refusal(error)

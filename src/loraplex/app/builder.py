@@ -17,6 +17,7 @@ from loraplex.adapters.shapes import BaseShapes, LayerShapes
 from loraplex.adapters.shared_declarations import SharedDeclarations
 from loraplex.adapters.sources.policy import client_policy
 from loraplex.adapters.staging import StagingWorker
+from loraplex.adapters.state_models import note_models, states_elsewhere
 from loraplex.adapters.store import AdapterStore
 from loraplex.adapters.uploads import UploadLimits, Uploads
 from loraplex.core.adapter import EMBEDDING, LM_HEAD, ExpertLoraLayout
@@ -25,9 +26,14 @@ from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.state_places import state_place, state_root
+from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.stored_head import read_model
-from loraplex.models.spec import ModelSpec
-from loraplex.serving.backend import ModelCard
+from loraplex.models.class_format import read_class_format
+from loraplex.models.engine_folder import model_fields
+from loraplex.models.score_config import read_score_format
+from loraplex.models.sentence_transformers import read_vector_format
+from loraplex.models.spec import LayerSpec, ModelSpec
+from loraplex.serving.backend import EncoderFormat, ModelCard
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.engine_watchdog import EngineWatchdog, StepLimits
 from loraplex.serving.engines.link import EngineLauncher
@@ -71,6 +77,8 @@ def build_service(
     def build(name: str, model: ModelConfig) -> ServedModel:
         return _served_model(name, model, store, _engine(name, model, launch, clock), json_indent)
 
+    if persists:
+        note_state(state_dir, store, {name: model.path for name, model in config.models.items()})
     try:
         models = [build(name, model) for name, model in config.models.items()]
         uploads = _uploads(config.server, state_dir, clock)
@@ -95,6 +103,26 @@ def build_service(
         uploads,
         ResponseMemory.of(config.server, has_keys=has_keys),
     )
+
+
+def note_state(state_dir: Path, store: AdapterStore, models: Mapping[str, str]) -> None:
+    """Note the models of a state directory. Log where the state of a moved model is, if this one
+    has no adapters. models: local folders by name."""
+    try:
+        noted = note_models(state_dir, models)
+        if any(store.present(name) for name in models):
+            return
+        for other in states_elsewhere(state_dir, noted):
+            name = "" if other.model.name in models else f" --name {other.model.name}"
+            logger.warning(
+                "no adapters are stored for %s, but the state %s has adapters of %s, which was at "
+                "%s; to take them over, start the server with --state-dir %s%s",
+                *(", ".join(model.path for model in noted), other.folder),
+                "the same model" if other.is_same_content else "another model of this place",
+                *(other.model.path, other.folder, name),
+            )
+    except OSError as error:
+        logger.warning("the models of the state %s are not noted: %s", state_dir, error.strerror)
 
 
 def _uploads(server: ServerConfig, state_dir: Path, clock: Clock) -> Uploads | None:
@@ -163,6 +191,7 @@ def _texts(
     eos_token_ids = _eos_token_ids(decoder, tokenizer, model.tokenizer_config)
     dtype = (decoder.dtype or "float32") if model.dtype == "auto" else model.dtype
     chats = _chat_renderer(tokenizer_folder, model, tokenizer, json_indent)
+    classes = read_class_format(folder, model_fields(folder), decoder)
     card = ModelCard(
         name=name,
         served_names=tuple(other for other in dict.fromkeys(model.served_names) if other != name),
@@ -175,15 +204,40 @@ def _texts(
         pad_token_id=tokenizer.pad_token_id,
         dtype=dtype,
         kv_dtype=dtype if model.kv_dtype == "auto" else model.kv_dtype,
+        device=model.device,
+        quantization=_quantization(model, decoder),
         kv_block_size=model.block_size,
+        has_chat_template=chats.has_templates,
         chat=chat_format(
             chats.text,
             tokenizer,
             tool_calls=model.tool_call_parser,
             reasoning=model.reasoning_parser,
         ),
+        generates=decoder.has_lm_head,
+        vectors=read_vector_format(folder),
+        classes=classes,
+        encoder=None
+        if decoder.encoder is None
+        else EncoderFormat(
+            decoder.encoder.longest_input, decoder.encoder.first_ids, decoder.encoder.never_ids
+        ),
+        scores=read_score_format(
+            folder,
+            model.score_config,
+            lambda text: tokenizer.encode(text, False),
+            num_labels=classes.num_labels,
+            generates=decoder.has_lm_head,
+            renders=model.chat_template is not None,
+        ),
     )
     return LocalTexts(card, tokenizer, chats)
+
+
+def _quantization(model: ModelConfig, decoder: ModelSpec) -> str | None:
+    if decoder.stored_format is not None:
+        return decoder.stored_format.method
+    return None if model.quantization == WeightPrecision.NATIVE else model.quantization
 
 
 def _engine(name: str, model: ModelConfig, launch: EngineLauncher, clock: Clock) -> AsyncEngine:
@@ -222,7 +276,9 @@ def served_shapes(config: ModelSpec, model: ModelConfig) -> BaseShapes:
 
 
 def base_shapes(config: ModelSpec) -> BaseShapes:
-    layers = [_layer_shapes(config, index) for index in range(config.num_layers)]
+    layers = [
+        _layer_shapes(config, index, layer) for index, layer in enumerate(config.adapted_layers)
+    ]
     first: dict[str, LayerShapes] = {}
     for layer in layers:
         for module in layer.modules:
@@ -233,7 +289,7 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         for module in first
     }
     return BaseShapes(
-        config.num_layers,
+        len(layers),
         usual.modules,
         num_experts=usual.num_experts,
         module_layers={
@@ -249,7 +305,10 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         biased_modules=usual.biased_modules + (LM_HEAD,) * config.has_lm_head_bias,
-        adapts_ends=config.embedding_size is None and not config.has_unit_lm_head,
+        adapts_ends=(
+            config.embedding_size is None and config.has_lm_head and not config.has_unit_lm_head
+        ),
+        score_size=config.embedding_size or config.hidden_size,
         paths=usual.paths,
         end_paths={
             EMBEDDING: config.names.outer_paths(config.names.embedding),
@@ -259,23 +318,45 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         ties_embeddings=config.tie_word_embeddings,
         architecture=config.architecture,
         head_dim=usual.head_dim,
+        split_heads=usual.split_heads,
+        num_key_heads=max(
+            (group.num_key_heads for layer in config.layers for group in layer.linears.values()),
+            default=0,
+        ),
         stored_format="" if config.stored_format is None else config.stored_format.method,
     )
 
 
-def _layer_shapes(config: ModelSpec, index: int) -> LayerShapes:
-    layer, names = config.layers[index], config.names
-    head_dims = (group.head_dim or 1 for group in layer.linears.values())
+def _layer_shapes(config: ModelSpec, index: int, layer: LayerSpec) -> LayerShapes:
+    prefixes = {config.names.layer(index): config.names.layer("{}")}
+    if config.encoder is not None:
+        prefix = config.encoder.layer_prefix
+        prefixes[prefix.format(index)] = prefix
+    groups = layer.linears.values()
+    head_dims = (group.head_dim or 1 for group in groups if not group.num_key_heads)
     return LayerShapes(
         modules=dict(layer.module_shapes),
         num_experts=dict(layer.num_experts),
         biased_modules=layer.biased_modules,
         paths={
-            module: path.replace(names.layer(index), names.layer("{}"), 1)
+            module: next(
+                (
+                    other + path[len(own) :]
+                    for own, other in prefixes.items()
+                    if path.startswith(own)
+                ),
+                path,
+            )
             for module, path in layer.module_paths.items()
         },
         fused={module: dict(parts) for module, parts in layer.fused_modules.items()},
         head_dim=max(head_dims, default=1),
+        split_heads={
+            module: group.num_split_heads
+            for group in groups
+            if group.num_split_heads
+            for module in group.modules
+        },
     )
 
 
@@ -296,6 +377,11 @@ def _joined(owners: Mapping[str, LayerShapes]) -> LayerShapes:
             module: layer.fused[module] for module, layer in owners.items() if module in layer.fused
         },
         head_dim=max((layer.head_dim for layer in owners.values()), default=1),
+        split_heads={
+            module: layer.split_heads[module]
+            for module, layer in owners.items()
+            if module in layer.split_heads
+        },
     )
 
 
@@ -360,6 +446,6 @@ def _max_model_len(name: str, model: ModelConfig, decoder: ModelSpec) -> int:
     if model.max_model_len > longest:
         raise ConfigError(
             f"max_model_len {model.max_model_len} is more than the {longest} that model {name!r} "
-            "was made for"
+            f"was made for{': ' + decoder.length_reason if decoder.length_reason else ''}"
         )
     return model.max_model_len

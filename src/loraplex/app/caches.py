@@ -16,6 +16,7 @@ import msgspec
 
 from loraplex.adapters.database import DATABASE_NAME
 from loraplex.adapters.state_files import lock_files
+from loraplex.adapters.state_models import models_of
 from loraplex.core.config import Config
 from loraplex.core.environment import hub_records, weights_cache_directory
 from loraplex.core.state_places import GGUF_FOLDERS, MODELS, state_root
@@ -40,6 +41,8 @@ class Cached(msgspec.Struct, frozen=True, kw_only=True):
     kind: DiskItemKind
     model: str
     """Name of the model; empty if it is unknown."""
+    model_path: str = ""
+    """Where the model is, as far as it is known; of several models, the first one."""
     path: str
     num_bytes: int
     last_use: float
@@ -93,7 +96,10 @@ def _states(config: Config) -> Iterator[Cached]:
 def _state(kind: DiskItemKind, model: str, folder: Path, parts: Sequence[Path]) -> Iterator[Cached]:
     locks = [file for file in lock_files(folder) if file.exists()]
     if locks or (folder / DATABASE_NAME).exists():
-        yield _cached(kind, model, folder, parts, [*locks, folder / DATABASE_NAME], locks)
+        found = _cached(kind, model, folder, parts, [*locks, folder / DATABASE_NAME], locks)
+        for noted in models_of(folder)[:1]:
+            found = msgspec.structs.replace(found, model=model or noted.name, model_path=noted.path)
+        yield found
 
 
 def _weights(config: Config) -> Iterator[Cached]:
@@ -103,7 +109,8 @@ def _weights(config: Config) -> Iterator[Cached]:
         if file.suffix == ".weights":
             lock = file.with_suffix(".lock")
             used = [one for one in (lock, file) if one.exists()]
-            yield _cached(DiskItemKind.WEIGHTS, _model_of(lock), file, [file, lock], [lock], used)
+            found = _cached(DiskItemKind.WEIGHTS, _model_of(lock), file, [file, lock], [lock], used)
+            yield msgspec.structs.replace(found, model_path=_text(lock))
 
 
 def _downloads() -> Iterator[Cached]:

@@ -17,6 +17,7 @@ from loraplex.app.dialects import check_start_tokens, dialect_of, prepare
 from loraplex.app.http_app import http_app
 from loraplex.app.model_settings import with_fair_share, with_local_path
 from loraplex.app.reporting import Reporting, reporting_requests
+from loraplex.app.serving_process import alongside
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.errors import ConfigError
 from loraplex.core.metrics_config import read_metrics_config
@@ -28,6 +29,7 @@ from loraplex.frontends.kserve.models.triton_model import ModelDeclaration
 from loraplex.frontends.kserve.service import TritonService
 from loraplex.frontends.ops.engine_families import declaration_collector
 from loraplex.frontends.ops.frontend_numbers import FrontendNumbers, OtherFrontends
+from loraplex.frontends.ops.history import History
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import MetricsLimits, metrics_app
 from loraplex.serving.access.api_key_ring import ApiKeys
@@ -72,11 +74,7 @@ async def front_ends(
     Arguments as for `Server`. others: the other front-end processes.
     """
     settings = config.server
-    if settings.frontend_processes > 1 and others is None:
-        raise ConfigError(
-            f"frontend_processes is {settings.frontend_processes}, but this server opens no port "
-            "that processes could share: leave it at 1, and add replicas"
-        )
+    _check_processes(settings, others)
     keys = api_keys(settings, given_keys)
     authenticate, has_keys = authenticate_by(keys), keys is not None
     metrics = RequestMetrics(config.models)
@@ -96,6 +94,9 @@ async def front_ends(
         await stack.enter_async_context(following(keys))
         bodies = BodyMemory.of(settings, has_keys=has_keys)
         numbers = None if others is None else others.numbers
+        latencies = Latencies(metrics, numbers)
+        history = History(service, latencies)
+        await stack.enter_async_context(alongside(history.follow)())
         exposed = _exposed_metrics(service, metrics, triton, reporting, settings, numbers)
         scraped = guarded_metrics(exposed, authenticate)
         app = http_app(
@@ -106,7 +107,8 @@ async def front_ends(
             authenticate,
             reporting,
             metrics=scraped,
-            latencies=Latencies(metrics, numbers),
+            history=history,
+            latencies=latencies,
             bodies=bodies,
             responses=service.responses,
             dialect=dialect_of(config),
@@ -115,6 +117,15 @@ async def front_ends(
         )
         yield FrontEnds(
             service, app, scraped, triton, reporting, keys, authenticate, bodies, config
+        )
+
+
+def _check_processes(settings: ServerConfig, others: OtherFrontends | None) -> None:
+    """Raise ConfigError for several front-end processes of a server that opens no port."""
+    if settings.frontend_processes > 1 and others is None:
+        raise ConfigError(
+            f"frontend_processes is {settings.frontend_processes}, but this server opens no port "
+            "that processes could share: leave it at 1, and add replicas"
         )
 
 

@@ -34,6 +34,7 @@ from loraplex.frontends.openapi.operation import described, json_of
 from loraplex.frontends.ops.drain import drain_routes
 from loraplex.frontends.ops.frontend_numbers import OtherFrontends
 from loraplex.frontends.ops.health import health_routes
+from loraplex.frontends.ops.history import History, history_route
 from loraplex.frontends.ops.latencies import Latencies
 from loraplex.frontends.ops.metrics import described_metrics
 from loraplex.frontends.ops.processes import processes_route
@@ -57,6 +58,7 @@ def http_app(
     reporting: Reporting,
     *,
     metrics: ASGIApp,
+    history: History,
     latencies: Latencies,
     bodies: BodyMemory,
     responses: ResponseMemory,
@@ -67,6 +69,7 @@ def http_app(
     """Return the app with the OpenAI, KServe and operators' routes.
 
     metrics: the app of the metrics port, also served here because vLLM's scrapers expect it here.
+    history: what the models did, which is recorded alongside.
     bodies, responses: memory of the bodies of clients whose keys are valid, and of responses.
     has_keys: authenticate requires API keys. others: the other front-end processes.
     """
@@ -83,23 +86,15 @@ def http_app(
     routes = [
         *_health_routes(backend, draining, authenticate, reporting, latencies),
         *_report_routes(backend, config, authenticate, reporting, others or OtherFrontends()),
+        history_route(backend, history, authenticate),
         RecordedRoute("/metrics", described_metrics(metrics), methods=["GET"]),
     ]
     open_paths = () if settings.health_needs_key else OPEN_PATHS
     routes.append(_document_route([*openai, *kserve, *routes], open_paths, has_keys=has_keys))
     pages = console.console_routes() if settings.has_console(has_keys=has_keys) else []
-    app = Starlette(
-        routes=[
-            *pages,
-            *openai,
-            *routes,
-            *_other_methods([*pages, *routes]),
-            *openai_fallback_routes(),
-        ],
-        exception_handlers={HTTPException: _no_such_route},
-    )
     # What is left to the app: few requests, and paths with a slash too many, which it redirects.
-    router = PathRouter([*kserve, *pages, *openai], app)
+    # KServe's last route takes what is left of /v2, where Cohere has routes, too.
+    router = PathRouter([*pages, *openai, *kserve], _app(pages, openai, routes))
     behind = guarded(router, authenticate, settings, [page.path for page in pages])
     return RequestMiddleware(
         served_as_known_hosts(behind, settings, has_keys=has_keys),
@@ -108,6 +103,21 @@ def http_app(
         responses,
         refusals(settings),
         is_draining=lambda: draining.is_active,
+    )
+
+
+def _app(
+    pages: Sequence[RecordedRoute], openai: Sequence[RecordedRoute], routes: list[RecordedRoute]
+) -> Starlette:
+    return Starlette(
+        routes=[
+            *pages,
+            *openai,
+            *routes,
+            *_other_methods([*pages, *routes]),
+            *openai_fallback_routes(),
+        ],
+        exception_handlers={HTTPException: _no_such_route},
     )
 
 

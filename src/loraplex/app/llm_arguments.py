@@ -39,6 +39,10 @@ class RequestOptions(TypedDict, total=False):
     timeout_seconds: float
     end_id: int
     """The end-of-text token instead of the model's own; -1: none."""
+    decoder_prompt: str | tuple[int, ...]
+    """Beginning of the outputs of a model with an encoder, whose input the prompt is."""
+    forced_bos_token_id: int
+    """Token after the first one of such an output, such as a target language."""
     retention: KVRetention
     """Priorities and lifetimes of the request's KV blocks."""
 

@@ -1,4 +1,4 @@
-"""Results of the library's `generate`, built from a request's incremental outputs."""
+"""Results of the library's methods, built from a request's incremental outputs."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from loraplex.core.class_format import ClassFormat
 from loraplex.core.output import (
     FinishReason,
     Logits,
@@ -73,6 +74,77 @@ class Generated:
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
         return self.completions[0].logprobs
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Embedded:
+    """The vector of one text."""
+
+    prompt: Prompt
+    """Text that was given, without the text of `prompt_name`."""
+    prompt_token_ids: tuple[int, ...]
+    vector: npt.NDArray[np.float32]
+    """float32 [dimensions]"""
+    adapters: tuple[ResolvedAdapter, ...]
+    """The adapters used, with digests and scales; empty for the base model."""
+    timing: RequestTiming
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Classified:
+    """The class of one text."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    label: str
+    """Name of the likeliest label."""
+    labels: tuple[str, ...]
+    """Names of all labels, in the order of `probs`."""
+    probs: npt.NDArray[np.float32]
+    """float32 [num_classes]: probabilities, or scores where no activation is used."""
+    adapters: tuple[ResolvedAdapter, ...]
+    """The adapters used, with digests and scales; empty for the base model."""
+    timing: RequestTiming
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+def classified(
+    prompt: Prompt, outputs: Sequence[RequestOutput], classes: ClassFormat
+) -> Classified:
+    """Return the result of a request that classifies."""
+    result = embedded(prompt, outputs)
+    labels = classes.labels_of(len(result.vector))
+    return Classified(
+        prompt=prompt,
+        prompt_token_ids=result.prompt_token_ids,
+        label=labels[int(result.vector.argmax())],
+        labels=labels,
+        probs=result.vector,
+        adapters=result.adapters,
+        timing=result.timing,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scored:
+    """How well a document fits a query."""
+
+    query: str
+    document: str
+    score: float
+    adapters: tuple[ResolvedAdapter, ...]
+    """The adapters used, with digests and scales; empty for the base model."""
+
+
+def embedded(prompt: Prompt, outputs: Sequence[RequestOutput]) -> Embedded:
+    """Return the result of a pooled request."""
+    last = outputs[-1]
+    assert last.timing is not None, "the last output has the timing"
+    vector = np.frombuffer(last.pooled, "<f4").astype(np.float32)
+    return Embedded(prompt, last.prompt_token_ids, vector, last.adapters, last.timing)
 
 
 def collect(prompt: Prompt, outputs: Sequence[RequestOutput], n: int) -> Generated:

@@ -11,8 +11,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from loraplex.adapters.base_check import check_shapes
+from loraplex.adapters.base_check import BaseCheck, check_base_name, check_shapes
+from loraplex.adapters.base_copies import without_base_copies
 from loraplex.adapters.formats.inputs import open_input, read_fitting_rows
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.targets import source_of
 from loraplex.adapters.tensor_file import StagingLimits
 from loraplex.app.builder import served_shapes
@@ -25,7 +27,7 @@ from loraplex.app.open_step_sizes import (
     with_step_sizes,
 )
 from loraplex.core.config import ModelConfig
-from loraplex.core.errors import InvalidAdapterError, LoraplexError
+from loraplex.core.errors import ConfigError, InvalidAdapterError, LoraplexError
 from loraplex.core.host_memory import host_memory
 from loraplex.core.plan import Capacity
 from loraplex.core.stats import EngineStats
@@ -42,7 +44,8 @@ from loraplex.execution.weights.hub import resolve_model
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.memory.adapter_pages import layer_targets, most_pages
 from loraplex.models.spec import ModelSpec
-from loraplex.serving.adapters.folders import find_below
+from loraplex.serving.adapters.folders import FolderScan, find_below
+from loraplex.serving.adapters.loading import trained_name
 from loraplex.serving.expert_use import ExpertUse, expert_use
 from loraplex.serving.model_memory import ModelMemory, memory_of
 from loraplex.serving.served_model import check_fits_tiers
@@ -100,8 +103,11 @@ def plan_memory(model: ModelConfig, adapters: Sequence[str]) -> MemoryPlan:
         targets=layer_targets(config.module_shapes, num_experts=config.num_experts),
         model=model,
     )
-    found = [one for path in adapters for one in _found(path)]
-    planned = tuple(_planned(name, path, model, config, capacity) for name, path in found)
+    planned = tuple(
+        one if isinstance(one, PlannedAdapter) else _planned(*one, model, config, capacity)
+        for path in adapters
+        for one in _found(path)
+    )
     served = [adapter for adapter in planned if not adapter.problem]
     plan = AdapterPlan(
         adapters=planned,
@@ -156,13 +162,25 @@ def _capacity(settings: RunnerSettings, config: ModelSpec) -> Capacity:
     )
 
 
-def _found(path: str) -> list[tuple[str, str]]:
-    """Return (name, path) of an adapter, or of those below a folder. Raises ConfigError."""
+def _found(path: str) -> list[tuple[str, str] | PlannedAdapter]:
+    """Return (name, path) of an adapter, or of those below a folder, and what is left out there.
+
+    Links are followed wherever they lead, as by a server whose clients may load any adapter.
+    Raises ConfigError.
+    """
     try:
         open_input(path, StagingLimits())
     except InvalidAdapterError:
         if Path(path).expanduser().is_dir():
-            return [(name, str(place)) for name, place in find_below(Path(path))]
+            scan = FolderScan(SourcePolicy())
+            found = [(name, str(place)) for name, place in find_below(Path(path), scan)]
+            left_out = [
+                PlannedAdapter(name=one.path, path=one.path, problem=f"left out: {one.reason}")
+                for one in scan.left_out
+            ]
+            if not found and not left_out:
+                raise ConfigError(f"no adapter is below {path}") from None
+            return [*found, *left_out]
     except LoraplexError:
         pass  # an adapter with a mistake: its own entry reports it
     return [(Path(path).name, path)]
@@ -174,8 +192,15 @@ def _planned(
     shapes = served_shapes(config, model)
     limits = StagingLimits(max_ranks=model.rank_limits)
     try:
-        rows = read_fitting_rows(open_input(path, limits), shapes, limits)
+        opened = open_input(path, limits)
+        rows = read_fitting_rows(opened, shapes, limits)
+        rows, _ = without_base_copies(rows, Path(model.path), shapes)
         check_shapes(rows, shapes, limits.max_ranks)
+        check_base_name(
+            *(opened.trained_on, trained_name(model.path), BaseCheck(model.adapter_base_check)),
+            shapes.stored_format,
+            shapes.architecture,
+        )
         source = source_of("", Path(path), rows, shapes, limits.max_ranks)
         check_fits_tiers(source, model, capacity)
     except LoraplexError as error:

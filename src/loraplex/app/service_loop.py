@@ -3,13 +3,14 @@
 import asyncio
 import atexit
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, ParamSpec, TypeVar
 
-from loraplex.core.errors import NotReadyError
+from loraplex.core.errors import ConfigError, LoraplexError, NotReadyError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,6 +24,7 @@ class ServiceLoop:
     def __init__(self, last_work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Start the thread. last_work: returns the work of close()."""
         self._last_work = last_work
+        self._process_id = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._threads = _Threads()
         self._loop.set_default_executor(self._threads)
@@ -35,8 +37,10 @@ class ServiceLoop:
 
     def close(self) -> None:
         """Do the last work and end the thread. Safe to call twice."""
+        # A forked child has no thread, and the lock may be held there for ever.
+        if os.getpid() != self._process_id:
+            return
         with self._lock:
-            # The thread is not there in a child that was forked, which exits like any process.
             if self._loop.is_closed() or not self._thread.is_alive():
                 return
             atexit.unregister(self.close)
@@ -57,6 +61,13 @@ class ServiceLoop:
         finally:
             future.cancel()
 
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do work on the loop for a task of another one; a cancelled task cancels it.
+
+        Raises NotReadyError after close().
+        """
+        return await asyncio.wrap_future(self._submit(work))
+
     def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Yield the items as they come; an iterator that is closed early cancels their work.
 
@@ -64,15 +75,7 @@ class ServiceLoop:
         """
         found: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-        async def take_all() -> None:
-            try:
-                async with contextlib.aclosing(items):
-                    async for item in items:
-                        found.put(item)
-            finally:
-                found.put(_END)
-
-        future = self._submit(take_all())
+        future = self._feed(items, found.put)
         try:
             while (item := found.get()) is not _END:
                 yield item
@@ -80,12 +83,50 @@ class ServiceLoop:
         finally:
             future.cancel()
 
+    async def iterate_async(self, items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+        """Yield the items to a task of another loop, as `iterate` does to a thread."""
+        found: asyncio.Queue[Any] = asyncio.Queue()
+        soon = asyncio.get_running_loop().call_soon_threadsafe
+        future = self._feed(items, lambda item: soon(found.put_nowait, item))
+        try:
+            while (item := await found.get()) is not _END:
+                yield item
+            future.result()
+        finally:
+            future.cancel()
+
+    def check_process(self) -> None:
+        """Raise ConfigError in a process that was forked from the one with the threads."""
+        if os.getpid() != self._process_id:
+            raise ConfigError(
+                f"this LLM was made in process {self._process_id} and does not work in process "
+                f"{os.getpid()}, which was forked from it: threads are not copied. Make the LLM "
+                "in each process, after the fork (in a worker's initializer, without --preload)"
+            )
+
+    def _feed(self, items: AsyncGenerator[T, None], put: Callable[[Any], Any]) -> Future[None]:
+        """Put the items as they come, and at last _END."""
+
+        async def take_all() -> None:
+            try:
+                async with contextlib.aclosing(items):
+                    async for item in items:
+                        put(item)
+            finally:
+                put(_END)
+
+        return self._submit(take_all())
+
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._lock:
-            if self._loop.is_closed():
-                work.close()
-                raise NotReadyError("this LLM is closed")
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            self.check_process()
+            with self._lock:
+                if self._loop.is_closed():
+                    raise NotReadyError("this LLM is closed")
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except LoraplexError:
+            work.close()
+            raise
 
     def _run(self) -> None:
         """Run the loop until it is stopped; then end its remaining tasks and threads."""

@@ -123,13 +123,14 @@ def _sizes(model: ModelConfig, spec: ModelSpec) -> Iterator[tuple[WeightPrecisio
     dtype = (spec.dtype or "float32") if model.dtype == "auto" else model.dtype
     num_linear = sum(
         inputs * outputs * layer.num_experts.get(module, 1)
-        for layer in spec.layers
+        for layer in spec.adapted_layers
         for module, (inputs, outputs) in layer.module_shapes.items()
     )
     num_ends = spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     for precision in WeightPrecision if spec.stored_format is None else [WeightPrecision.NATIVE]:
         bits = _stored_bits(model, spec, dtype) or _QUANTIZED_BITS.get(precision, _BITS[dtype])
-        head_bits = 0 if spec.tie_word_embeddings else min(max(bits, 8), _BITS[dtype])
+        has_own_head = spec.has_lm_head and not spec.tie_word_embeddings
+        head_bits = min(max(bits, 8), _BITS[dtype]) if has_own_head else 0
         yield precision, int(num_linear * bits + num_ends * (_BITS[dtype] + head_bits)) // 8
 
 

@@ -15,6 +15,7 @@ from loraplex.core.counts import counted
 from loraplex.core.server_config import ServerConfig
 from loraplex.core.stats import EngineStats
 from loraplex.core.version import __version__
+from loraplex.serving.access.tenant_adapters import LeftOut
 from loraplex.serving.draining import DrainReport
 from loraplex.serving.model_memory import ModelMemory
 from loraplex.serving.served_model import ServedModel
@@ -85,10 +86,8 @@ def _model(model: ServedModel) -> Iterator[tuple[str, str]]:
     if model.config.enable_lora:
         names = [name for name, _ in model.adapter_names()]
         fit = memory.device.fits[0]
-        yield (
-            "adapters",
-            f"{_named(names)}; {fit.more} more of rank {fit.rank} fit on the device at once",
-        )
+        known = _named(names) + _left_out(model.left_out)
+        yield "adapters", f"{known}; {fit.more} more of rank {fit.rank} fit on the device at once"
 
 
 def _limit(config: ModelConfig, memory: ModelMemory) -> str:
@@ -106,6 +105,17 @@ def _named(names: Sequence[str]) -> str:
     return f"{len(names)}: {', '.join(names[:_MAX_NAMES])}{more}"
 
 
+def _left_out(entries: Sequence[LeftOut]) -> str:
+    """Return how many entries of folders are not served, by kind. The log has each reason."""
+    if not entries:
+        return ""
+    num_links = sum(entry.is_link for entry in entries)
+    kinds = [counted(num_links, "symbolic link")] if num_links else []
+    if others := len(entries) - num_links:
+        kinds.append(counted(others, "other entry", "other entries") if kinds else str(others))
+    return f"; left out: {', '.join(kinds)} (see the warnings)"
+
+
 def _request(model: ServedModel, url: str, settings: ServerConfig, *, has_keys: bool) -> str:
     """Return a curl command for the first adapter, or the base model without one."""
     name = next((name for name, _ in model.adapter_names()), model.card.name)
@@ -114,7 +124,7 @@ def _request(model: ServedModel, url: str, settings: ServerConfig, *, has_keys: 
         body["model"] = model.card.name
         if model.config.lora_root and name != model.card.name:
             body["lora_model"] = name
-    text = "Hello"
+    text = "What is the capital of France?"
     if model.chats.text:
         route, body["messages"] = "chat/completions", [{"role": "user", "content": text}]
     else:

@@ -7,13 +7,14 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from loraplex.bench.workload import PlannedRequest
-from loraplex.core.environment import client_headers
+from loraplex.core.environment import KEY_HINT, client_headers
 from loraplex.core.errors import ConfigError
 
 
@@ -139,7 +140,13 @@ def _is_success(response: aiohttp.ClientResponse) -> bool:
 
 
 def _refusal(response: aiohttp.ClientResponse, content: bytes) -> str:
-    return f"status {response.status}: {content.decode(errors='replace')[:_MAX_ERROR_LENGTH]}"
+    """Return the status and the message of an error, with what to do without a valid key."""
+    try:
+        message = str(msgspec.json.decode(content)["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message = content.decode(errors="replace")
+    hint = f"; {KEY_HINT}" if response.status == HTTPStatus.UNAUTHORIZED else ""
+    return f"status {response.status}: {message[:_MAX_ERROR_LENGTH]}{hint}"
 
 
 PATH = "/v1/completions"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.core.devices import processor_field, processor_name
 from loraplex.core.host_memory import host_memory
 from loraplex.core.version import __version__
 
 _PACKAGE = Path(__file__).parent.parent
-_CPU_INFO = Path("/proc/cpuinfo")
 _PACKAGES = ("torch", "numpy", "aiohttp", "uvicorn")
 _RELEVANT_FLAGS = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "avx_vnni",
@@ -50,13 +50,15 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
 
 def this_machine() -> Machine:
     return Machine(
-        cpu_model=_cpu_model(),
+        cpu_model=processor_name(),
         num_cores=os.cpu_count() or 1,
         memory_bytes=host_memory(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         load_average=load_average(),
-        cpu_flags=tuple(sorted((_cpu_field("flags") or _cpu_field("Features") or "").split())),
+        cpu_flags=tuple(
+            sorted((processor_field("flags") or processor_field("Features") or "").split())
+        ),
         packages=_package_versions(),
     )
 
@@ -102,20 +104,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def _cpu_model() -> str:
-    return _cpu_field("model name") or platform.processor() or platform.machine()
-
-
-def _cpu_field(name: str) -> str | None:
-    """Return a field of the first processor in /proc/cpuinfo; None if there is none."""
-    if _CPU_INFO.exists():
-        for line in _CPU_INFO.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == name:
-                return value.strip()
-    return None
 
 
 def _package_versions() -> dict[str, str]:

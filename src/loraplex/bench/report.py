@@ -128,7 +128,7 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
 
 
 def markdown(report: Report) -> str:
-    """A heading, the circumstances, the table."""
+    """A heading, the circumstances, the table, and what it comes to."""
     lines = ["# loraplex bench", "", *(f"- {line}" for line in circumstances(report))]
     return "\n".join([*lines, "", table(report.results), "", *_notes(report)]) + "\n"
 
@@ -196,3 +196,22 @@ def _notes(report: Report) -> Iterator[str]:
     if report.num_failed:
         errors = sorted({error for run in totals for error in run.errors})
         yield f"\n{report.num_failed} requests FAILED and are left out: {'; '.join(errors)}"
+    yield f"\n{_verdict(report.results[-1])}"
+
+
+def _verdict(result: WorkloadResult) -> str:
+    """Return a workload's figures as sentences."""
+    median, ratio = result.median, result.throughput_ratio_to_base
+    num_done = median.num_requests - median.num_failed
+    share = "" if ratio is None else f", {ratio.median:.2f} times those of the base model alone"
+    text = (
+        f"{result.workload.arrivals}, {result.workload.popularity}: {num_done} of "
+        f"{median.num_requests} requests succeeded, with {median.output_tokens_per_second:.0f} "
+        f"output tokens a second{share}."
+    )
+    if (first := median.time_to_first_token) is not None:
+        text += (
+            f" The first token took {first.p50 * 1e3:.0f} ms (median) and {first.p99 * 1e3:.0f} ms "
+            "(99th percentile)."
+        )
+    return text

@@ -1,16 +1,23 @@
 """`loraplex adapters`: shows and changes the adapters of a running server."""
 
 import os
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from loraplex.cli.options import SERVER_URL, AsJson, Url, errors_to_exit_code, print_json
+from loraplex.cli.command_table import CommandGroup
+from loraplex.cli.options import (
+    SERVER_URL,
+    AsJson,
+    Url,
+    errors_to_exit_code,
+    print_json,
+    print_table,
+)
 from loraplex.cli.server_client import ServerClient, quoted
 from loraplex.core.byte_sizes import readable_bytes
 
-app = typer.Typer(
+app = CommandGroup(
     help="List, load, unload and roll back the adapters of a running server.",
     no_args_is_help=True,
 )
@@ -30,7 +37,7 @@ def list_adapters(url: Url = SERVER_URL, as_json: AsJson = False) -> None:
             print_json(response)
             return
         head = ("NAME", "MODEL", "TASK", "VERSION", "DIGEST", "RANK", "SIZE", "WHERE", "STATE")
-        _print_table(head, [_row(adapter) for adapter in response["data"]])
+        print_table(head, [_row(adapter) for adapter in response["data"]])
 
 
 @app.command()
@@ -44,13 +51,13 @@ def show(name: Name, url: Url = SERVER_URL, as_json: AsJson = False) -> None:
         _print_adapter(adapter)
         print()
         head = ("VERSION", "DIGEST", "PINNED", "ORIGIN", "SOURCE")
-        _print_table(head, [_version_row(version) for version in adapter["versions"]])
+        print_table(head, [_version_row(version) for version in adapter["versions"]])
 
 
 @app.command()
 def load(
     name: Annotated[str, typer.Argument(help="Name of the adapter in requests.")],
-    path: Annotated[
+    source: Annotated[
         str,
         typer.Argument(help="Folder or file on the server's machine, or hf://, https://, s3://."),
     ],
@@ -59,7 +66,7 @@ def load(
     replace: Annotated[bool, typer.Option(help="Replace an adapter of this name.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Check the adapter without loading it.")] = False,
     canary: Annotated[
-        bool, typer.Option(help="First compare outputs with the base model's.")
+        bool, typer.Option(help="Refuse an adapter whose outputs are the base model's.")
     ] = False,
     url: Url = SERVER_URL,
     as_json: AsJson = False,
@@ -67,7 +74,7 @@ def load(
     """Load an adapter, and print a report."""
     body = {
         "name": name,
-        "path": os.path.abspath(path) if os.path.exists(path) else path,
+        "source": os.path.abspath(source) if os.path.exists(source) else source,
         "model": model,
         "task_id": task_id,
         "replace": replace,
@@ -221,15 +228,9 @@ def _print_adapter(adapter: dict[str, Any]) -> None:
         if value not in (None, ""):
             print(f"{label:<8} {value}")
     for warning in adapter["warnings"]:
-        print(_remark(warning))
-
-
-def _remark(warning: str) -> str:
-    """Return the line of a warning; what most adapters have, and needs no action, is a note."""
-    # Imported late: it needs numpy, for which shell completion must not wait.
-    from loraplex.adapters.base_check import is_about_rounding  # noqa: PLC0415
-
-    return f"{'note' if is_about_rounding(warning) else 'warning'}: {warning}"
+        print(f"warning: {warning}")
+    for note in adapter["notes"]:
+        print(f"note: {note}")
 
 
 def _experts(experts: dict[str, dict[str, Any]]) -> str:
@@ -248,11 +249,3 @@ def _canary(report: dict[str, Any] | None) -> str | None:
         f"log probabilities differ by up to {report['largest_difference']:.4f}, "
         f"by {report['mean_difference']:.4f} in the mean of {report['num_compared']}"
     )
-
-
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns that are as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
 import typer
 from tqdm import tqdm
-from typer.core import TyperGroup
 
 from loraplex.bench.settings import BenchSettings
 from loraplex.bench.workload import Workload, parse_arrivals, parse_lengths, parse_popularity
+from loraplex.cli.command_table import CommandGroup, GroupFlagPage
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.core.clock import Clock, SystemClock
 from loraplex.core.errors import ConfigError
@@ -110,7 +110,10 @@ _ServeFlags = Annotated[
 ]
 _Url = Annotated[
     str | None,
-    typer.Option(help="Address of a running server, which is measured as it is."),
+    typer.Option(
+        help="Address of a running server, which is measured as it is. Its key is read from "
+        "LORAPLEX_API_KEY, or from the file of LORAPLEX_API_KEY_FILE."
+    ),
 ]
 _Model = Annotated[
     Path | None,
@@ -257,23 +260,21 @@ class _Bar(RunBar):
         self.end_run(f"{workload.arrivals}, {workload.popularity}")
 
 
-class _RunsByDefault(TyperGroup):
-    """Group in which `bench --load burst` means `bench run --load burst`."""
+class _RunsByDefault(GroupFlagPage):
+    """Group in which `bench --load burst` means `bench run --load burst`, and so its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] != "--help"):
+        if not args or args[0] not in self.commands:
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
-bench_app = typer.Typer(
-    cls=_RunsByDefault, help="Measure a server (`run`, which is the default command)."
-)
+bench_app = CommandGroup(cls=_RunsByDefault)
 
 
 @bench_app.callback()
 def _bench() -> None:
-    """Measure a server (`run`, which is the default command)."""
+    """Measure throughput and latency: with the base model alone, then with adapters."""
 
 
 bench_app.command("run")(bench_run)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import typer
 
-from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.command_table import CommandGroup
+from loraplex.cli.options import errors_to_exit_code, print_table
 from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.config import Config
@@ -19,7 +20,7 @@ from loraplex.core.errors import ConfigError
 if TYPE_CHECKING:
     from loraplex.app.caches import Cached
 
-app = typer.Typer(
+app = CommandGroup(
     help="List and remove states of models, packed weights, and models from the hub.",
     no_args_is_help=True,
 )
@@ -34,7 +35,7 @@ def list_caches(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **settings: Any,
 ) -> None:
-    """List what is kept: kind, model, size, last use, processes that use it, path."""
+    """List what is kept: kind, model and its path, size, last use, path."""
     from loraplex.app.caches import find_caches  # noqa: PLC0415 - numpy
 
     with errors_to_exit_code():
@@ -43,8 +44,9 @@ def list_caches(
             print(json.dumps(msgspec.to_builtins(found), indent=2))
             return
         now = time.time()
-        for one in found:
-            print(_line(one, now))
+        if found:
+            head = ("KIND", "MODEL", "MODEL'S PATH", "SIZE", "USED", "PATH")
+            print_table(head, [_row(one, now) for one in found])
         total = readable_bytes(sum(one.num_bytes for one in found))
         print(f"{counted(len(found), 'entry', 'entries')}, {total}")
 
@@ -104,9 +106,13 @@ def _seconds(text: str) -> float:
 
 
 def _line(one: "Cached", now: float) -> str:
+    return "  ".join(cell for cell in _row(one, now) if cell != "-")
+
+
+def _row(one: "Cached", now: float) -> tuple[str, ...]:
     days = int(max(now - one.last_use, 0) // _SECONDS["d"])
     used = f"used {days} days ago" if days else "used today"
     if one.is_used:
         used = "in use" + (f" by process {', '.join(map(str, one.used_by))}" if one.used_by else "")
     size = readable_bytes(one.num_bytes)
-    return f"{one.kind:13} {one.model or '-'}  {size}  {used}  {one.path}"
+    return one.kind, one.model or "-", one.model_path or "-", size, used, one.path

@@ -27,6 +27,69 @@ class CommandRow(NamedTuple):
     """Further arguments for Typer."""
 
 
+_ARGUMENTS = "Arguments"
+_OPTIONS = "Options"
+_COMMANDS = "Commands"
+_HELP_FLAGS: Final = ("-h", "--help")
+
+
+class FlagPage(TyperCommand):
+    """A command whose flags stand below the titles of their panels."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"rich_markup_mode": None})
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_flags(self.shown_parameters(ctx), ctx, formatter)
+
+    def shown_parameters(self, ctx: Any) -> list[Any]:
+        return self.get_params(ctx)
+
+
+class GroupFlagPage(TyperGroup):
+    """The same for a group: its commands stand below the titles of theirs."""
+
+    hints: Mapping[str, str] = MappingProxyType({})
+    """What replaces commands that there are not, by name."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"rich_markup_mode": None})
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+        _write_flags(self.get_params(ctx), ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                panel = getattr(command, "rich_help_panel", None)
+                title = panel if isinstance(panel, str) else _COMMANDS
+                panels.setdefault(title, []).append((name, command.get_short_help_str(200)))
+        _write_sections(panels, formatter)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError:
+            if args[0] in self.commands or args[0].startswith("-"):
+                raise
+            shown = [name for name in self.commands if not self.commands[name].hidden]
+            hint = self.hints.get(args[0]) or _near_command(args[0], shown, ctx.command_path)
+            raise UsageError(f"No such command: {args[0]}. {hint}", ctx) from None
+
+
+class CommandGroup(typer.Typer):
+    """Commands whose help has one style: plain text, which a pipe leaves as it is."""
+
+    def __init__(self, *, cls: type[GroupFlagPage] = GroupFlagPage, **settings: Any) -> None:
+        super().__init__(cls=cls, rich_markup_mode=None, suggest_commands=False, **settings)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[..., Any]:
+        return super().command(name, **{"cls": FlagPage, **options})
+
+
 def add_commands(
     group: typer.Typer, rows: Iterable[CommandRow], *, is_hidden: bool = False
 ) -> None:
@@ -41,14 +104,19 @@ def add_commands(
             group.command(row.name, **options)(row.target)
 
 
-def group_in_order(rows: Iterable[CommandRow]) -> type[TyperGroup]:
+def group_in_order(
+    rows: Iterable[CommandRow], of_others: Mapping[str, str] = MappingProxyType({})
+) -> type[GroupFlagPage]:
     """Return a group that lists its commands in the order of the rows: Typer lists groups last.
 
-    Errors about flags that its commands do not have name the flag that was probably meant.
+    Errors about flags and commands that there are not name those that were probably meant.
+    of_others: what replaces the commands of other systems, by name.
     """
     names = [row.name for row in rows]
 
-    class OrderedGroup(TyperGroup):
+    class OrderedGroup(GroupFlagPage):
+        hints = of_others
+
         def list_commands(self, ctx: Any) -> list[str]:
             return sorted(super().list_commands(ctx), key=lambda name: (*names, name).index(name))
 
@@ -66,32 +134,9 @@ def group_in_order(rows: Iterable[CommandRow]) -> type[TyperGroup]:
     return OrderedGroup
 
 
-_ARGUMENTS = "Arguments"
-_OPTIONS = "Options"
-
-
-class FlagPage(TyperCommand):
-    """A command whose flags stand below the titles of their panels."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings | {"rich_markup_mode": None})
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_flags(self.shown_parameters(ctx), ctx, formatter)
-
-    def shown_parameters(self, ctx: Any) -> list[Any]:
-        return self.get_params(ctx)
-
-
-class GroupFlagPage(TyperGroup):
-    """The same for a command that has flags and commands below it."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings | {"rich_markup_mode": None})
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        self.format_commands(ctx, formatter)
-        _write_flags(self.get_params(ctx), ctx, formatter)
+def _near_command(name: str, names: Sequence[str], path: str) -> str:
+    close = difflib.get_close_matches(name, names, 3, _SIMILARITY)
+    return f"Did you mean {' or '.join(close)}?" if close else f"See `{path} --help`."
 
 
 def _write_flags(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
@@ -99,9 +144,16 @@ def _write_flags(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
     panels: dict[str, list[tuple[str, str]]] = {}
     for parameter in parameters:
         record = parameter.get_help_record(ctx)
-        if record is not None:
-            panels.setdefault(_panel(parameter), []).append(record)
-    for title, records in panels.items():
+        if record is None:
+            continue
+        if parameter is ctx.command.get_help_option(ctx):  # Typer adds the type of a value to it
+            record = (", ".join(_HELP_FLAGS), record[1])
+        panels.setdefault(_panel(parameter), []).append(record)
+    _write_sections(panels, formatter)
+
+
+def _write_sections(sections: Mapping[str, Sequence[tuple[str, str]]], formatter: Any) -> None:
+    for title, records in sections.items():
         with formatter.section(title):
             formatter.write_dl(records)
 
@@ -146,6 +198,19 @@ OF_OTHERS: Final = MappingProxyType(
         "--chat-template-file": "use --chat-template",
         "--api-key-file": "use --api-keys-file",
         "--mem-fraction-static": "use --kv-cache-fraction",
+        "--num-gpu": _ALWAYS_FULL,
+        "--gpu-memory-fraction": "use --kv-cache-fraction",
+        "--num-thread": "use --num-threads",
+        "--num-batch": "use --max-num-batched-tokens",
+        "--num-parallel": "use --max-num-seqs",
+        "--num-predict": "use --max-tokens",
+        "-n": "use --max-tokens",
+        "--n-predict": "use --max-tokens",
+        "--repeat-penalty": "use --repetition-penalty",
+        "--main-gpu": "use --device cuda:N",
+        "--mlock": "weights stay in memory: leave it out",
+        "--no-mmap": "weights are mapped where that is faster: leave it out",
+        "--keepalive": "a model stays in memory: leave it out",
         "--keep-alive": "a model stays in memory: leave it out",
         "--verbose": "use --log-level debug",
         "-v": "use --log-level debug",
@@ -154,6 +219,41 @@ OF_OTHERS: Final = MappingProxyType(
     }
 )
 """Flags of llama.cpp, Ollama and SGLang, and those of vLLM that are another setting here."""
+_ADAPTERS: Final = "`loraplex adapters --help` has the commands for adapters of a running server"
+OF_VERBS: Final = MappingProxyType(
+    {
+        "list": "Use `loraplex cache list` for models on the disk, or `loraplex adapters list` for "
+        "the adapters of a running server.",
+        "ls": "Use `loraplex cache list`, or `loraplex adapters list`.",
+        "ps": "Use `loraplex adapters list` for a running server; `loraplex cache list` shows the "
+        "processes that use a model.",
+        "pull": "Use `loraplex serve MODEL` or `loraplex run MODEL`: a model of the hub is "
+        "downloaded when it is first used.",
+        "push": "Use the hub's own program: loraplex uploads nothing.",
+        "chat": "Use `loraplex run MODEL`, or `loraplex run http://HOST:PORT` with a running "
+        "server.",
+        "complete": "Use `loraplex generate MODEL PROMPT`.",
+        "run-batch": "Send the requests to a running server: examples/batch_file.py does.",
+        "start": "Use `loraplex serve MODEL`.",
+        "server": "Use `loraplex serve MODEL`.",
+        "stop": "Press Ctrl+C in the terminal of `loraplex serve`, or send it SIGTERM; `loraplex "
+        "adapters unload NAME` unloads an adapter.",
+        "rm": "Use `loraplex cache clean --model MODEL` for the files of a model, or `loraplex "
+        "adapters unload NAME` for an adapter.",
+        "show": "Use `loraplex plan MODEL` for a model, or `loraplex adapters show NAME` for an "
+        "adapter.",
+        "create": "Use `loraplex serve MODEL --adapter NAME=PATH`: there is no Modelfile.",
+        "cp": "Use `loraplex adapters alias NAME ALIAS`.",
+        "load": f"Use `loraplex adapters load NAME SOURCE`: {_ADAPTERS}.",
+        "unload": f"Use `loraplex adapters unload NAME`: {_ADAPTERS}.",
+        "rollback": f"Use `loraplex adapters rollback NAME`: {_ADAPTERS}.",
+        "clean": "Use `loraplex cache clean`.",
+        "collect-env": "Use `loraplex --version`; the log of `loraplex serve` has the device.",
+        "help": "Use `loraplex --help`, or `loraplex COMMAND --help`.",
+        "version": "Use `loraplex --version`.",
+    }
+)
+"""Commands of Ollama, vLLM and others, and of our groups where the group is left out."""
 OF_MODELS: Final = frozenset({"-m", "--model", "--model-path", "-hf", "--hf-repo"})
 """Other systems' flags for the model, which is an argument here."""
 _TAKEN_BY_SERVE: Final = frozenset({"--max-num-seqs", "--help-all"})

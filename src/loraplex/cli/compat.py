@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from loraplex.adapters.formats.storage_type import StorageType
-from loraplex.cli.command_table import CommandRow, FlagPage, add_commands, group_in_order
+from loraplex.cli.command_table import CommandGroup, CommandRow, add_commands, group_in_order
 from loraplex.cli.llgtrt import llgtrt
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.triton import triton_app
@@ -252,8 +252,9 @@ def _print_report(adapter: "PeftAdapter", written: "Sequence[Written]", verbose:
 
 _USAGE_ERROR = 2
 
-client_app = typer.Typer(
-    help="The client programs of the original systems, with their flags and printed lines.",
+client_app = CommandGroup(
+    help="The client programs of the original systems, with their flags and printed lines. Their "
+    "key is read from LORAPLEX_API_KEY, or from the file of LORAPLEX_API_KEY_FILE.",
     no_args_is_help=True,
 )
 
@@ -297,7 +298,7 @@ _RAW: Final = {"context_settings": TAKES_ALL_FLAGS}
 
 COMMANDS: Final = (
     CommandRow("triton", triton_app, _SERVERS),
-    CommandRow("llgtrt", llgtrt, _SERVERS, {"cls": FlagPage}),
+    CommandRow("llgtrt", llgtrt, _SERVERS),
     CommandRow("launch-triton-server", launch_triton_server, _SERVERS, _RAW),
     CommandRow("client", client_app, _SERVERS),
     CommandRow("build", build, _FILES, _RAW),
@@ -307,7 +308,7 @@ COMMANDS: Final = (
     CommandRow("fill-template", fill_template, _FILES),
 )
 
-app = typer.Typer(
+app = CommandGroup(
     cls=group_in_order(COMMANDS),
     help="Servers, clients and tools of Triton, TensorRT-LLM and llgtrt, with their flags.",
     no_args_is_help=True,

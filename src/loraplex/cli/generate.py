@@ -20,6 +20,7 @@ from loraplex.cli.options import (
     TopP,
     errors_to_exit_code,
     local_adapters,
+    with_demo,
 )
 from loraplex.cli.settings_flags import with_settings
 from loraplex.core.beam_search import BeamSearch
@@ -61,7 +62,7 @@ _Timing = Annotated[
 
 @with_settings("dtype", "device", "quantization")
 def generate(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder or hub id.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, hub id, or demo.")],
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     adapter: _Adapter = None,
     max_tokens: MaxTokens = 64,
@@ -108,19 +109,30 @@ def generate(
             num_draft_tokens=num_draft_tokens,
         )
         sampling.validate()
-        adapters = local_adapters(adapter or [])
+        folder, adapters = with_demo(model, local_adapters(adapter or []))
         # torch takes seconds to import: a wrong flag must not wait for it.
         from loraplex.app.llm import LLM  # noqa: PLC0415
 
         given = {name: value for name, value in settings.items() if value is not None}
         prompted: Prompt | Chat = [{"role": "user", "content": text}] if chat else text
-        is_single = sampling.n == 1 and sampling.best_of is None and sampling.beam is None
-        with LLM(model, adapters, **given) as llm:
-            names = [None, *adapters]
-            if is_single and not timing and sys.stdout.isatty():
-                _stream(llm, prompted, names, sampling)
-            else:
-                _complete(llm, prompted, names, sampling, has_timing=timing)
+        with LLM(folder, adapters, **given) as llm:
+            _print_outputs(llm, prompted, [None, *adapters], sampling, has_timing=timing)
+
+
+def _print_outputs(
+    llm: "LLM",
+    prompt: "Prompt | Chat",
+    names: list[str | None],
+    sampling: SamplingParams,
+    *,
+    has_timing: bool,
+) -> None:
+    """Print outputs while they are generated, if there is one for each name and a terminal."""
+    is_single = sampling.n == 1 and sampling.best_of is None and sampling.beam is None
+    if is_single and not has_timing and sys.stdout.isatty():
+        _stream(llm, prompt, names, sampling)
+    else:
+        _complete(llm, prompt, names, sampling, has_timing=has_timing)
 
 
 def _stream(

@@ -11,12 +11,13 @@ from typing import Annotated
 
 import typer
 
-from loraplex.cli.options import errors_to_exit_code
+from loraplex.cli.command_table import CommandGroup
+from loraplex.cli.options import errors_to_exit_code, print_table
 from loraplex.core.errors import ConfigError
 from loraplex.serving.access.key_file import KeyFile, read_key_file
 from loraplex.serving.access.key_file_changes import create_key, revoke_key
 
-app = typer.Typer(help="Create, list and revoke the API keys of tenants.", no_args_is_help=True)
+app = CommandGroup(help="Create, list and revoke the API keys of tenants.", no_args_is_help=True)
 
 File = Annotated[
     Path,
@@ -33,11 +34,15 @@ def create(
     operator: Annotated[
         bool, typer.Option("--operator", help="Make a new tenant an operator of the server.")
     ] = False,
+    manage: Annotated[
+        bool,
+        typer.Option("--manage", help="Let a new tenant load, replace and unload its adapters."),
+    ] = False,
 ) -> None:
     """Create a key, print it on standard output, and store its hash."""
     with errors_to_exit_code():
         now = datetime.datetime.now(datetime.UTC)
-        key_id, key, is_new = create_key(file, tenant, now, is_operator=operator)
+        key_id, key, is_new = create_key(file, tenant, now, is_operator=operator, may_manage=manage)
         report = f"key {key_id} of tenant {tenant!r} is in {file}; it is shown only now:"
         if is_new:
             report = f"{tenant!r} is a new tenant: its rights and limits are in {file}\n{report}"
@@ -57,9 +62,18 @@ def list_keys(
         if as_json:
             print(json.dumps(rows, indent=2))
             return
-        for row in rows:
-            state = "revoked" if row["revoked"] else "valid"
-            print(f"{row['id']}  {state:7}  {row['created'] or '-':25}  {row['tenant']}")
+        print_table(
+            ("ID", "STATE", "CREATED", "TENANT"),
+            [
+                (
+                    str(row["id"]),
+                    "revoked" if row["revoked"] else "valid",
+                    str(row["created"] or "-"),
+                    str(row["tenant"]),
+                )
+                for row in rows
+            ],
+        )
 
 
 @app.command("revoke")

@@ -6,8 +6,15 @@ import typer
 
 from loraplex.cli import adapters, cache, compat, keys
 from loraplex.cli.bench import bench_app
-from loraplex.cli.command_table import CommandRow, FlagPage, add_commands, group_in_order
+from loraplex.cli.command_table import (
+    OF_VERBS,
+    CommandGroup,
+    CommandRow,
+    add_commands,
+    group_in_order,
+)
 from loraplex.cli.compare import compare
+from loraplex.cli.doctor import doctor
 from loraplex.cli.generate import generate
 from loraplex.cli.plan import plan
 from loraplex.cli.quantize import quantize
@@ -31,20 +38,20 @@ COMMANDS: Final = (
     CommandRow("keys", keys.app, _STATE),
     CommandRow("cache", cache.app, _STATE),
     CommandRow("quantize", quantize, _STATE),
-    CommandRow("plan", plan, _MEASURE, {"cls": FlagPage}),
+    CommandRow("plan", plan, _MEASURE),
+    CommandRow("doctor", doctor, _MEASURE),
     CommandRow("bench", bench_app, _MEASURE),
     CommandRow("replay", replay, _MEASURE),
     CommandRow("compat", compat.app, _OTHERS),
 )
 
-app = typer.Typer(
+app = CommandGroup(
     name="loraplex",
-    cls=group_in_order(COMMANDS),
+    cls=group_in_order(COMMANDS, OF_VERBS),
     help="Serve one base model with thousands of LoRA adapters.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
 )
 add_commands(app, COMMANDS)
 # The names that these commands had before they became a group.

@@ -3,26 +3,44 @@
 import contextlib
 import difflib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from loraplex.core.errors import ConfigError, LoraplexError
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 
 BASE = "base"
 """Name of the base model where adapters are named."""
 _MAX_NAMES = 10
 """Maximum number of names in an error message."""
+DEMO: Final = "demo"
+"""MODEL of the tiny model that the package contains, with its adapters."""
 SERVER_URL = "http://127.0.0.1:8000"
-Url = Annotated[str, typer.Option(help="Address of the server.")]
+Url = Annotated[
+    str,
+    typer.Option(
+        help="Address of the server. Its key is read from LORAPLEX_API_KEY, or from the file of "
+        "LORAPLEX_API_KEY_FILE."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's JSON.")]
 
 
 def print_json(value: Any) -> None:
     """Print a value for programs, and for people who read JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns that are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())
 
 
 def parse_adapters(specs: list[str]) -> dict[str, dict[str, Any]]:
@@ -52,6 +70,17 @@ def local_adapters(specs: list[str]) -> dict[str, str]:
     if BASE in adapters:
         raise ConfigError("--adapter base=...: 'base' names the base model here")
     return adapters
+
+
+def with_demo(model: str, adapters: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """Return MODEL and the paths of its adapters by name; for `demo` those in the package.
+
+    A file or folder `demo` in the working folder is meant first. Given adapters take the place of
+    shipped ones with their names.
+    """
+    if model != DEMO or os.path.lexists(model):
+        return model, adapters
+    return str(BASE_PATH), {name: str(path) for name, path in ADAPTER_PATHS.items()} | adapters
 
 
 def near(name: str, names: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     *("cuda_graph_batch_sizes", "kv_cache_bytes", "kv_cache_fraction"),
     *("max_tokens_in_paged_kv_cache", "kv_cache_host_memory_bytes"),
     *("max_attention_window_size", "sink_token_length", "max_lora_rank", "max_lora_ranks"),
+    "adapter_base_check",
     *("optimal_lora_rank", "lora_device_bytes", "lora_device_fraction", "lora_host_bytes"),
 )
 def plan(
@@ -90,6 +91,8 @@ def _described(group: "CacheGroupMemory") -> str:
         return f"{group.blocks} states{_on_host(group)} in layers with {kind}"
     window = group.attention_window
     layers = "without a window" if window is None else f"with a window of {window}"
+    if group.is_of_encoder:
+        layers = "of cross attention"
     return f"{group.blocks} blocks{_on_host(group)} in layers {layers}"
 
 

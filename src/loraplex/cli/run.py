@@ -30,6 +30,7 @@ from loraplex.cli.options import (
     errors_to_exit_code,
     local_adapters,
     near,
+    with_demo,
 )
 from loraplex.cli.server_client import ServerClient
 from loraplex.cli.settings_flags import with_settings
@@ -345,6 +346,7 @@ def _parsed(name: str, value: str) -> Any:
 
 
 _NO_MODEL = """give a model or a server:
+  loraplex run demo                                   the tiny model in the package
   loraplex run Qwen/Qwen2.5-1.5B-Instruct             a model of the Hugging Face Hub
   loraplex run path/to/model --adapter zh=path/to/zh  a folder, with an adapter
   loraplex run http://127.0.0.1:8000                  a running server"""
@@ -354,7 +356,7 @@ _NO_MODEL = """give a model or a server:
 def run(
     model: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face folder, hub id, or http://HOST:PORT of a server."),
+        typer.Argument(help="Hugging Face folder, hub id, demo, or http://HOST:PORT of a server."),
     ] = None,
     adapter: Annotated[
         list[str] | None,
@@ -432,11 +434,11 @@ def _source(
         return
     if api_key is not None:
         raise ConfigError(f"--api-key is for a server at http://HOST:PORT, and MODEL is {model}")
-    paths_by_name = local_adapters(adapters)
+    folder, paths_by_name = with_demo(model, local_adapters(adapters))
     if sys.stderr.isatty():
         print(f"Loading {model} ...", file=sys.stderr)
     # torch takes seconds to import: a wrong flag must not wait for it.
     from loraplex.app.llm import LLM  # noqa: PLC0415
 
-    with LLM(model, paths_by_name, **given) as llm:
+    with LLM(folder, paths_by_name, **given) as llm:
         yield LocalSource(llm), next(iter(paths_by_name), None)

@@ -11,7 +11,7 @@ import typer
 
 from loraplex.cli.binding import refuse_if_open, warn_of_visible_key
 from loraplex.cli.command_table import FlagPage, flags_of
-from loraplex.cli.options import errors_to_exit_code, parse_adapters
+from loraplex.cli.options import errors_to_exit_code, parse_adapters, with_demo
 from loraplex.cli.settings_flags import environment_layers, flag_layers, with_settings
 from loraplex.cli.vllm_flags import (
     LORA_MODULES,
@@ -80,7 +80,10 @@ _LORA: Final = "Adapters"
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face folder or hub id; optional with a --config."),
+        typer.Argument(
+            help="Hugging Face folder, hub id, or demo (a tiny model in the package); optional "
+            "with a --config."
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the model in requests (default: the folder's name).")
@@ -142,7 +145,10 @@ def build_config(
     served = list(dict.fromkeys([*file.model_names, *arguments.model_names]))
     if not served:
         resolve([file])  # a misspelt key of the file is the likelier reason
-        raise ConfigError("no model: give a folder or a hub id, or a --config with [models.NAME]")
+        raise ConfigError(
+            "no model: give a folder, a hub id, demo (a tiny model in the package), or a --config "
+            "with [models.NAME]"
+        )
     return resolve(
         [
             file,
@@ -165,8 +171,16 @@ def _arguments(model: str | None, name: str | None, served_names: list[str]) -> 
     if name is not None and served_names:
         raise ConfigError(f"{flag} and {SERVED_MODEL_NAME} both name the model: give one of them")
     own, *others = served_names or [name or Path(os.path.abspath(model)).name or model]
-    more = {"served_names": others} if others else {}
-    return Layer("argument MODEL", {"models": {own: {"path": model, **more}}})
+    path, shipped = with_demo(model, {})
+    table: dict[str, Any] = {"path": path}
+    if others:
+        table["served_names"] = others
+    if shipped:
+        table["adapters"] = {
+            adapter: {"path": folder, "task_id": task_id}
+            for task_id, (adapter, folder) in enumerate(shipped.items(), 1)
+        }
+    return Layer("argument MODEL", {"models": {own: table}})
 
 
 def _adapter_layers(

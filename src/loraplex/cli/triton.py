@@ -17,7 +17,7 @@ import msgspec
 import typer
 
 from loraplex.cli.binding import warn_if_open
-from loraplex.cli.command_table import FlagPage, GroupFlagPage
+from loraplex.cli.command_table import CommandGroup, GroupFlagPage
 from loraplex.cli.options import errors_to_exit_code
 from loraplex.cli.settings_flags import (
     FlagTable,
@@ -342,9 +342,7 @@ def _export(folder: Path, sources: list[Path], how: "Export") -> None:
 _ALL_MODELS = "*"
 _DEFAULTS = Layer("default of loraplex compat triton", {"server": {"host": "0.0.0.0"}})
 
-triton_app = typer.Typer(
-    help="Serve model repositories that were written for Triton.", rich_markup_mode="markdown"
-)
+triton_app = CommandGroup(help="Serve model repositories that were written for Triton.")
 
 
 @triton_app.callback(cls=GroupFlagPage, invoke_without_command=True)
@@ -394,7 +392,7 @@ def init(
         print(f"wrote {folder}: loraplex compat triton --model-repository {folder}")
 
 
-triton_app.command("export", cls=FlagPage)(export)
+triton_app.command("export")(export)
 
 
 def serve_repositories(

@@ -106,7 +106,9 @@ RUNTIME: Final = (
         *("kv_cache_onboard_blocks", Form.BOOL, True),
         "blocks in host memory always come back to the device",
     ),
-    _no_effect("cross_kv_cache_fraction", Form.SHARE, None, "no model here has an encoder"),
+    _no_effect(
+        "cross_kv_cache_fraction", Form.SHARE, None, "the encoder's part is sized by itself"
+    ),
     _no_effect(
         *("secondary_offload_min_priority", Form.WHOLE, None),
         "the blocks of preempted sequences are kept, whatever their priority",

@@ -68,8 +68,10 @@ class AdapterUse(msgspec.Struct, frozen=True):
 
 EMBEDDING = "embed_tokens"
 LM_HEAD = "lm_head"
+SCORE = "score"
+"""The classification head."""
 OUTSIDE_LAYERS = -1
-"""The layer number of the token embedding, the final norm and lm_head."""
+"""The layer number of the token embedding, the final norm and heads."""
 
 
 class ExpertLoraLayout(enum.StrEnum):
@@ -204,6 +206,12 @@ class AdapterSource(msgspec.Struct, frozen=True):
                 low, high = found.get(target.module, (rank, rank))
                 found[target.module] = (min(low, rank), max(high, rank))
         return found
+
+    @property
+    def num_labels(self) -> int:
+        """Return the labels of its classification head; 0: it has none."""
+        rows = (target.rank for target in self.targets if target.module == SCORE)
+        return sum(rows)
 
     @property
     def module_layers(self) -> dict[str, tuple[int, ...]]:

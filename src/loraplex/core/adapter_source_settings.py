@@ -22,7 +22,8 @@ class AdapterSourceSettings(Settings, frozen=True, kw_only=True):
         tuple[str, ...],
         _adapters(
             "Folders that clients may load adapters from; repeatable",
-            "`adapter_dirs` and `lora_root` are always allowed.",
+            "`adapter_dirs` and `lora_root` are always allowed. Symbolic links in them may lead to "
+            "all of these folders.",
             default="all without API keys on a loopback host, else none",
         ),
     ] = ()

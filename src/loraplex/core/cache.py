@@ -10,12 +10,14 @@ import msgspec
 
 
 class Blocks(msgspec.Struct, frozen=True, omit_defaults=True, tag="blocks"):
-    """Blocks of positions that attention reads."""
+    """Blocks of positions that attention reads, or a convolution."""
 
     window: int | None = None
     """Number of newest positions that a position sees, itself included; None: all before it."""
     sinks: int = 0
     """Number of first positions that are seen in addition to a window."""
+    by_rows: bool = False
+    """Whether a step reads them by whole rows: those of all tokens, draft tokens included."""
 
     @property
     def reach(self) -> int | None:

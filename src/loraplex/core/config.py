@@ -25,6 +25,8 @@ _TOOL_CALL_ALIASES: Final = MappingProxyType(
         "llama4_pythonic": "pythonic",
         "granite-20b-fc": "granite",
         "qwen3_xml": "qwen3_coder",
+        "granite4": "hermes",
+        "nemotron_nano_v2": "nemotron_json",
         "qwen25": "hermes",
         "deepseekv3": "deepseek_v3",
     }
@@ -32,7 +34,9 @@ _TOOL_CALL_ALIASES: Final = MappingProxyType(
 """vLLM's and SGLang's names of parsers."""
 _MIN_STEP_TIMEOUT: Final = 3
 _REASONING_ALIASES: Final = MappingProxyType(
-    {"deepseek_r1": "think", "deepseek-r1": "think", "qwen3": "think", "glm45": "think"}
+    dict.fromkeys(
+        ("deepseek_r1", "deepseek-r1", "qwen3", "glm45", "nano_v3", "nemotron_v3"), "think"
+    )
 )
 
 
@@ -100,6 +104,16 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
             is_file_only=True,
         ),
     ] = msgspec.field(default_factory=dict)
+    score_config: Annotated[
+        dict[str, Any],
+        _model(
+            "Replacements of the entries of config.json that state how pairs of texts are scored, "
+            "such as `classifier_from_token`, and `template`: the prompt of a pair, with the "
+            "places {instruction}, {query} and {document}",
+            default="none",
+            is_file_only=True,
+        ),
+    ] = msgspec.field(default_factory=dict)
     max_input_len: Annotated[
         int | None,
         _model(
@@ -157,11 +171,13 @@ class ModelConfig(EngineSettings, frozen=True, kw_only=True):
     adapter_base_check: Annotated[
         str,
         _adapters(
-            "Reaction to an adapter whose config names another base model: warn or error",
-            "`error`: it is not loaded. Shapes are compared in any case.",
-            choices=("warn", "error"),
+            "Reaction to an adapter whose config names another base model: auto, warn or error",
+            "`auto`: an error if it names another architecture or size (`Mistral-7B` on "
+            "Llama-3-8B), a warning for another fine-tune. `error`: it is not loaded. `warn`: it "
+            "is loaded all the same; its description has the warning. Shapes are always compared.",
+            choices=("auto", "warn", "error"),
         ),
-    ] = "warn"
+    ] = "auto"
     expert_lora_layout: Annotated[
         tuple[str, ...],
         _adapters(

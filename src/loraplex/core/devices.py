@@ -1,4 +1,5 @@
-"""The device of a model: the choice for `auto`, and the check of a device that the operator set.
+"""The device of a model: the choice for `auto`, the check of a device that the operator set, and
+the name of the processor.
 
 Nothing here imports torch, which takes seconds: a build of torch is known by its version file, and
 the GPUs by NVIDIA's driver.
@@ -6,6 +7,7 @@ the GPUs by NVIDIA's driver.
 
 import ctypes
 import importlib.util
+import platform
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from loraplex.core.gpus import num_gpus
 
 _CPU: Final = "cpu"
 _CUDA: Final = "cuda"
+_CPU_INFO: Final = Path("/proc/cpuinfo")
 _WSL_GPU: Final = Path("/dev/dxg")
 """Device of a GPU under Windows, which has no device of NVIDIA's driver."""
 _CUDA_OF_TORCH: Final = re.compile(r"^cuda\b[^=]*= *(?:None|'([0-9]+)[^']*')", re.MULTILINE)
@@ -96,6 +99,21 @@ def check_cuda(device: str, version_file: str, *, has_gpu: bool) -> None:
             "runtime's GPU option",
             param="device",
         )
+
+
+def processor_name() -> str:
+    """Return the name of this machine's processor."""
+    return processor_field("model name") or platform.processor() or platform.machine()
+
+
+def processor_field(name: str) -> str | None:
+    """Return a field of the first processor in /proc/cpuinfo; None if there is none."""
+    if _CPU_INFO.exists():
+        for line in _CPU_INFO.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
+    return None
 
 
 def torch_version_file() -> str:

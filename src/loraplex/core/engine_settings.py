@@ -20,6 +20,24 @@ they compute."""
 AUTO_DEVICE: Final = "auto"
 
 _FLOATS: Final = ("auto", "float32", "float16", "bfloat16")
+_FROM_CHECKPOINT: Final = (
+    "is a format of checkpoints: a model that is quantised already is served as it is, so leave "
+    "the setting out"
+)
+_ADVICE_ON_WEIGHTS: Final = {
+    **dict.fromkeys(
+        (
+            *("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes"),
+            *("gguf", "mxfp4", "modelopt", "auto-round", "fbgemm_fp8", "q4_k_m", "q8_0"),
+        ),
+        _FROM_CHECKPOINT,
+    ),
+    **dict.fromkeys(("4bit", "nf4", "w4a16"), "use int4"),
+    **dict.fromkeys(("8bit", "w8a8", "w8a16"), "use int8"),
+}
+_ADVICE_ON_KV: Final = dict.fromkeys(
+    ("fp8", "fp8_e4m3", "fp8_e5m2", "int4", "q8_0", "q4_0"), "use int8 for a small KV cache"
+)
 _VLLM_FLOATS: Final = MappingProxyType({"half": "float16", "float": "float32"})
 _engine = functools.partial(Setting, "Engine")
 _memory = functools.partial(Setting, "Memory")
@@ -48,6 +66,7 @@ class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
             "layers to 8 bits, with a scale for each row and group. "
             "fp8 needs a GPU of compute capability 8.9 or more, and rounds the activations, too.",
             choices=tuple(WeightPrecision),
+            advice=_ADVICE_ON_WEIGHTS,
         ),
     ] = "none"
     kv_dtype: Annotated[
@@ -60,6 +79,7 @@ class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
             "does not depend on other requests, as with any `kv_dtype`, but differs from the "
             "output with a float KV cache.",
             choices=(*_FLOATS, "int8"),
+            advice=_ADVICE_ON_KV,
         ),
     ] = "auto"
     device: Annotated[
@@ -151,6 +171,15 @@ class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
             choices=("multiprocess", "ray"),
         ),
     ] = "multiprocess"
+    kernel_check: Annotated[
+        str,
+        _engine(
+            "Whether a start checks the kernels against torch: auto, on or off",
+            "`auto` checks on a GPU, once for each GPU, driver, version and kind of model. See "
+            "[GPU](gpu.md#check-of-the-kernels).",
+            choices=("auto", "on", "off"),
+        ),
+    ] = "auto"
     weights_cache_dir: Annotated[
         str,
         _engine(

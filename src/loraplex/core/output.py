@@ -314,6 +314,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     model: str
     adapters: tuple[ResolvedAdapter, ...]
     prompt_token_ids: tuple[int, ...]
+    """Input of an encoder, then what the decoder begins with; without an encoder the prompt."""
     sequences: tuple[SequenceOutput, ...]
     num_output_tokens: int
     """Tokens generated so far over all sequences."""
@@ -325,6 +326,8 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """Logits of the prompt's positions, in order, if the request returns them."""
     pooled: bytes = b""
     """The vector of a pooled request, in its only output: float32, little-endian."""
+    num_encoder_tokens: int = 0
+    """How many of prompt_token_ids are the encoder's."""
 
     @property
     def text(self) -> str:

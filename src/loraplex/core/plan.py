@@ -16,6 +16,7 @@ import msgspec
 from loraplex.core.adapter import (
     LM_HEAD,
     OUTSIDE_LAYERS,
+    SCORE,
     AdapterHandle,
     LoraTarget,
     TargetPart,
@@ -303,7 +304,7 @@ def targets_by_stage(
             stages[bisect.bisect_right(first_layers, target.layer) - 1].append(target)
             continue
         stages[-1].append(target)
-        if len(stages) > 1 and target.module != LM_HEAD:
+        if len(stages) > 1 and target.module not in (LM_HEAD, SCORE):
             stages[0].append(target)
     return [tuple(stage) for stage in stages]
 
@@ -368,8 +369,12 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_stages: int = 1
     """Number of pipeline stages: as many plans may be in flight, and one more with overlap. With
     several stages no plan has a row whose token an earlier plan in flight samples."""
+    generates: bool = True
+    """Whether the runner computes tokens: the model has an output layer."""
+    is_causal: bool = True
+    """Whether no position reads a later one. Else a step computes a prompt whole."""
     pool_kinds: tuple[PoolKind, ...] = ()
-    """Kinds of vectors that the runner computes; tokens it computes always."""
+    """Kinds of vectors that the runner computes."""
     hidden_size: int = 0
     """Length of these vectors."""
     images: ImageCapacity | None = None
@@ -405,6 +410,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Total memory of a device that has its own; 0: it uses the host's."""
     device_free_bytes: int = 0
     """Part of device_bytes that was unused at the start, without the memory left for steps."""
+    device_name: str = ""
+    """Name of the GPU, or of the processor; empty: unknown."""
 
     def held(self, targets: Iterable[LoraTarget]) -> list[tuple[LoraTarget, ...]]:
         """Return what one rank of each stage holds of an adapter with these pieces."""

@@ -1,6 +1,7 @@
 """The sender of a request: its tenant, with rights and limits."""
 
 import fnmatch
+import json
 
 import msgspec
 
@@ -19,6 +20,10 @@ class Names(msgspec.Struct, frozen=True):
     def __contains__(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
 
+    def with_name(self, name: str) -> "Names":
+        """Return these names and one more."""
+        return Names((*self.patterns, name))
+
     def __bool__(self) -> bool:
         """Whether the right applies to any name."""
         return bool(self.patterns)
@@ -26,6 +31,11 @@ class Names(msgspec.Struct, frozen=True):
 
 ALL = Names(("*",))
 NONE = Names()
+
+
+def tenant_table(tenant: str) -> str:
+    """Return the head of a tenant's table in the file of keys."""
+    return f'[tenants."{tenant}"]' if "." in tenant else f"[tenants.{tenant}]"
 
 
 class Rights(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +90,7 @@ class Principal(msgspec.Struct, frozen=True):
         """Raise PermissionDeniedError if the tenant may manage no adapter at all."""
         if not self.rights.manage:
             raise PermissionDeniedError(
-                f"tenant {self.tenant!r} may not manage adapters: its keys lack the right 'manage'"
+                f"tenant {self.tenant!r} may not manage adapters: {self.right_line('manage', ALL)}"
             )
 
     def require_operator(self, what: str) -> None:
@@ -90,8 +100,21 @@ class Principal(msgspec.Struct, frozen=True):
         """
         if not self.rights.operator:
             raise PermissionDeniedError(
-                f"tenant {self.tenant!r} may not {what}: its keys lack the right 'operator'"
+                f"tenant {self.tenant!r} may not {what}: {self.right_line('operator')}"
             )
+
+    def right_line(self, right: str, names: Names | None = None) -> str:
+        """Return the end of an error: the line that an operator writes for a right.
+
+        names: what the right should apply to; None: it has no names.
+        """
+        value = "true"
+        if names is not None:
+            value = '"all"' if names == ALL else json.dumps(names.patterns, ensure_ascii=False)
+        return (
+            f"it lacks the right {right!r}; the operator writes {right} = {value} below "
+            f"{tenant_table(self.tenant)} in api_keys_file"
+        )
 
 
 LOCAL = Principal()

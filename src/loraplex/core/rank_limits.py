@@ -26,17 +26,21 @@ class ModuleKind(enum.StrEnum):
 _ATTENTION: Final = frozenset(
     (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "W_pack", "wqkv", "wo"),
-        *("query_key_value", "dense", "attn.c_attn", "attn.c_proj", "c_attn"),
+        *("query_key_value", "dense", "attn.c_attn", "attn.c_proj", "c_attn", "g_proj"),
+        *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+        *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        *("in_proj_qkvz", "in_proj_ba", "in_proj_q", "in_proj_k", "in_proj_v"),
     )
 )
-"""Names of attention's linear layers in adapters, of all families."""
+"""Names in adapters of the linear layers of attention, recurrences and convolutions."""
 
 
 def kind_of(module: str) -> ModuleKind:
     """Return the kind of a module by its name in canonical adapters."""
     if module in (EMBEDDING, LM_HEAD):
         return ModuleKind.ENDS
-    if module in _ATTENTION:
+    bare = module.removeprefix("encoder.").removeprefix("cross_attn.")
+    if bare in _ATTENTION:
         return ModuleKind.ATTENTION
     if module == "router":
         return ModuleKind.ROUTER

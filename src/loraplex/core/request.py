@@ -10,6 +10,7 @@ from loraplex.core.adapter import AdapterChoice, AdapterUse, LoadPolicy
 from loraplex.core.image import ImageSpan
 from loraplex.core.retention import KVRetention
 from loraplex.core.task import Generate, HasTask, Task
+from loraplex.core.vector_format import TextPrompts
 
 RequestId = int
 """The server's own id: uint64, unique in its life. The client's string is kept separately."""
@@ -28,6 +29,11 @@ class PromptTruncation(msgspec.Struct, frozen=True):
     max_tokens: int | None
     """None: what the model's length leaves after max_tokens new tokens."""
     side: TruncationSide = TruncationSide.LEFT
+    kept: tuple[int, int] | None = None
+    """Tokens at the beginning and at the end that stay; None: those of the tokenizer if the request
+    is no generation."""
+    max_inner: int | None = None
+    """Maximum number of tokens between them."""
 
 
 class RequestBatch(contextlib.AbstractContextManager["RequestBatch"]):
@@ -61,6 +67,15 @@ REPEATED_BYTES = 8
 """Bytes that a response takes for a token of the prompt, as text or as an id, for its limit."""
 
 
+class Prefix(msgspec.Struct, frozen=True):
+    """Which text of an embedding model stands before the text of a request."""
+
+    name: str | None = None
+    """Name of a prompt of the adapter, or of the model; None: the default."""
+    roles: tuple[str, ...] = ()
+    """Names of which the first that is there is used; without any of them the default."""
+
+
 class GenerateRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True):
     """A request as the client meant it, free of the protocol that it used."""
 
@@ -68,6 +83,14 @@ class GenerateRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name of a served base model."""
     prompt: str | tuple[int, ...]
+    """Input of the encoder, if the model has one."""
+    decoder_prompt: str | tuple[int, ...] | None = None
+    """Beginning of the output of a model with an encoder, which is not returned: a text without
+    special tokens, or ids. None: what the model's outputs begin with."""
+    forced_bos_token_id: int | None = None
+    """Token after the first one of such an output, such as a target language; None: the model's."""
+    prefix: Prefix | None = None
+    """Before a text, never before token ids; None: nothing."""
     task: Task = Generate()
     adapters: tuple[AdapterChoice, ...] = ()
     """Empty: the base model. Several: their changes are added up."""
@@ -96,6 +119,18 @@ class GenerateRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one logit takes in the response, for its limit."""
     repeated_bytes: int = 0
     """Bytes that each output takes for each token of the prompt, which it repeats."""
+
+    def with_prefix(self, prompts: TextPrompts) -> "GenerateRequest":
+        """Return the request with its prefix as a part of its text.
+
+        Raises InvalidParameterError for a name that is none of the prompts.
+        """
+        if self.prefix is None:
+            return self
+        prompt, before = self.prompt, prompts.text(self.prefix.name, self.prefix.roles)
+        if isinstance(prompt, str):
+            prompt = before + prompt
+        return msgspec.structs.replace(self, prompt=prompt, prefix=None)
 
 
 class EngineRequest(HasTask, msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -46,6 +46,8 @@ class Setting:
     """Other names of the setting, mostly TensorRT-LLM's."""
     value_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other systems' words for values."""
+    advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What to do in place of other systems' values that are not among the choices."""
     flag: str = ""
     """Name of the flag where it is not the setting's."""
     is_file_only: bool = False
@@ -110,7 +112,9 @@ class SettingField(NamedTuple):
         if value is None:
             return None
         if self.choices and value not in self.choices:
-            return f"must be one of {', '.join((*self.choices, *setting.value_aliases))}"
+            advice = setting.advice.get(value.lower(), "") if isinstance(value, str) else ""
+            known = ", ".join((*self.choices, *setting.value_aliases))
+            return f"{f'{advice}; ' if advice else ''}must be one of {known}"
         if setting.check is not None and (wrong := setting.check(value)):
             return wrong
         if setting.minimum is None:

@@ -170,3 +170,15 @@ class AdapterActivity(msgspec.Struct, frozen=True):
     """Sequences that wait for a slot, blocks or an adapter."""
     pinned: tuple[str, ...] = ()
     """Adapters that stay on the device."""
+    leaving: dict[str, int] = {}
+    """Pages of the adapters that may be evicted from the device, in the order of eviction."""
+
+    def evicted_for(self, num_pages: int) -> list[str]:
+        """Return the adapters that would be evicted to free so many more pages."""
+        found: list[str] = []
+        for digest, pages in self.leaving.items():
+            if num_pages <= 0:
+                break
+            found.append(digest)
+            num_pages -= pages
+        return found

@@ -1,7 +1,8 @@
 """What a request wants of the model: generated tokens, or a vector of its prompt."""
 
 import enum
-from typing import Self
+from types import MappingProxyType
+from typing import Final, Self
 
 import msgspec
 
@@ -9,6 +10,8 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.sampling_params import SamplingParams
 
 MAX_DIMENSIONS = 2**31 - 1
+MAX_SCORED_TOKENS = 1024
+"""Maximum number of tokens whose logits one request returns."""
 
 
 class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
@@ -21,6 +24,11 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
     """End and stop tokens, which must not be sampled before min_tokens. Set in a plan."""
     end_token_ids: tuple[int, ...] = ()
     """End tokens that may come where the grammar may end. Set in a plan."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task in logs and metrics."""
+        return "generate"
 
     @property
     def num_sequences(self) -> int:
@@ -46,7 +54,7 @@ class Generate(msgspec.Struct, frozen=True, omit_defaults=True, tag="generate"):
 
 
 class PoolKind(enum.StrEnum):
-    """Which positions of a prompt become its vector."""
+    """What of a prompt becomes its vector: hidden states of positions, or scores of the last."""
 
     LAST = "last"
     """The hidden state of the last token."""
@@ -56,11 +64,24 @@ class PoolKind(enum.StrEnum):
     """The mean with the weights 1, 2, ..."""
     CLS = "cls"
     """The hidden state of the first token."""
+    SCORE = "score"
+    """What a classification head gives for the last token: one logit for each label."""
+    LOGITS = "logits"
+    """Logits of `Pool.token_ids` after the last token, by the output layer."""
 
     @property
     def needs_whole_prompt(self) -> bool:
         """Whether a step must compute all positions: what it yields is not the last one's alone."""
-        return self is not PoolKind.LAST
+        return self in (PoolKind.MEAN, PoolKind.WEIGHTED_MEAN, PoolKind.CLS)
+
+    @property
+    def is_scores(self) -> bool:
+        """Whether the values are scores, of labels or tokens, and no hidden state."""
+        return self in (PoolKind.SCORE, PoolKind.LOGITS)
+
+
+_POOL_NAMES: Final = MappingProxyType({PoolKind.SCORE: "classify", PoolKind.LOGITS: "score"})
+"""Pool.name by kind, of those that are no hidden states."""
 
 
 class PoolActivation(enum.StrEnum):
@@ -69,6 +90,7 @@ class PoolActivation(enum.StrEnum):
     NONE = "none"
     SIGMOID = "sigmoid"
     SOFTMAX = "softmax"
+    """A single value becomes its sigmoid, which is the softmax of it and 0."""
 
 
 class Pool(msgspec.Struct, frozen=True, omit_defaults=True, tag="pool"):
@@ -80,6 +102,15 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True, tag="pool"):
     activation: PoolActivation = PoolActivation.NONE
     normalize: bool = True
     """Divide the vector by its length."""
+    token_ids: tuple[int, ...] = ()
+    """Tokens of LOGITS; the values have their order."""
+    is_logprobs: bool = False
+    """Whether the values of LOGITS are log probabilities among all tokens of the model."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task in logs and metrics: that of the kind's route."""
+        return _POOL_NAMES.get(self.kind, "embed")
 
     @property
     def num_sequences(self) -> int:
@@ -111,6 +142,27 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True, tag="pool"):
             raise InvalidParameterError(
                 f"dimensions must be an integer in [1, {MAX_DIMENSIONS}], got {dimensions!r}",
                 param="dimensions",
+            )
+        if self.kind.is_scores and (self.normalize or dimensions is not None):
+            param = "normalize" if self.normalize else "dimensions"
+            raise InvalidParameterError(
+                f"{param} is for hidden states: scores (kind {self.kind}) have neither a length "
+                f"nor dimensions, got {getattr(self, param)!r}",
+                param=param,
+            )
+        num_tokens = len(self.token_ids)
+        needed = "1 or more" if self.kind is PoolKind.LOGITS else "none"
+        if (num_tokens > 0) != (self.kind is PoolKind.LOGITS) or num_tokens > MAX_SCORED_TOKENS:
+            raise InvalidParameterError(
+                f"token_ids must have {needed} tokens for kind {self.kind}, at most "
+                f"{MAX_SCORED_TOKENS}, got {num_tokens}",
+                param="token_ids",
+            )
+        if type(self.is_logprobs) is not bool or (self.is_logprobs and not self.token_ids):
+            raise InvalidParameterError(
+                f"is_logprobs must be true or false, and true only for kind logits, got "
+                f"{self.is_logprobs!r}",
+                param="is_logprobs",
             )
 
 

@@ -7,7 +7,8 @@ import msgspec
 
 TOOL_CALL_PARSERS: Final = (
     "generic", "hermes", "llama3_json", "pythonic", "mistral", "mistral_named", "deepseek_v3",
-    "deepseek_v31", "phi4_mini_json", "granite", "qwen3_coder", "glm45", "kimi_k2",
+    "deepseek_v31", "phi4_mini_json", "granite", "qwen3_coder", "glm45", "kimi_k2", "lfm2",
+    "nemotron_json",
 )  # fmt: skip
 """Formats of tool calls, as settings name them."""
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from loraplex.core.adapter import each_expert
+from loraplex.core.devices import processor_name
 from loraplex.core.errors import StepFailedError
 from loraplex.core.plan import AdapterShare, Capacity
 from loraplex.core.task import PoolKind
@@ -52,11 +53,13 @@ from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.stages import StageLinks, TrialLinks, stage_sampler
 from loraplex.execution.steps.text_inputs import TextEncoder
+from loraplex.execution.vector_layers import VectorLayer
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.ops import Kernels
 from loraplex.memory.adapter_pages import layer_targets
 from loraplex.models.decoder import Decoder
+from loraplex.models.encoder import Encoder
 from loraplex.models.parameters import DecoderParameters
 from loraplex.models.rope import rotary_tables, rotation_border
 from loraplex.models.spec import ModelSpec
@@ -86,7 +89,9 @@ class Assembly:
     links: StageLinks | None = None
     """None: this is the only stage."""
     text_encoder: TextEncoder | None = None
-    """That of spec.encoder, where it is set."""
+    """None: that of spec.encoder, where it has layers."""
+    vector_layers: tuple[VectorLayer, ...] = ()
+    """Those of spec.vector_layers, on the last stage."""
 
     @property
     def adapter_share(self) -> AdapterShare | None:
@@ -113,7 +118,9 @@ class Assembly:
 
     @property
     def recorded_sizes(self) -> tuple[int, ...]:
-        return () if self.accelerator is None else graph_sizes(self.settings)
+        if self.accelerator is None or not self.spec.has_lm_head:
+            return ()
+        return graph_sizes(self.settings)
 
     def parts(
         self,
@@ -157,8 +164,22 @@ class Assembly:
             adapter_cutter=AdapterCutter(spec, share) if self._is_part else None,
             links=self.links,
             accelerator=self.accelerator,
-            text_encoder=self.text_encoder,
+            text_encoder=self.text_encoder or self._encoder(size.kv.longest_encoder_input),
+            vector_layers=self.vector_layers,
             recorded_sizes=self.recorded_sizes,
+        )
+
+    def _encoder(self, longest_input: int) -> TextEncoder | None:
+        encoder = self.spec.encoder
+        if encoder is None or not encoder.layers:
+            return None
+        return Encoder(
+            self.spec,
+            self.parameters,
+            self.kernels,
+            block_size=self.settings.block_size,
+            longest_input=longest_input,
+            device=self.device,
         )
 
     @property
@@ -204,8 +225,12 @@ class Assembly:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             num_balanced_tokens=_BALANCED_TOKENS_OF_CPU if self.device.type == "cpu" else 0,
             num_stages=1 if self.links is None else self.links.stage.size,
-            pool_kinds=(PoolKind.LAST,),
-            hidden_size=self.spec.embedding_size or self.spec.hidden_size,
+            generates=self.spec.has_lm_head,
+            is_causal=self.spec.all_layers.is_causal,
+            pool_kinds=tuple(
+                kind for kind in PoolKind if kind is not PoolKind.LOGITS or self.spec.has_lm_head
+            ),
+            hidden_size=self.spec.vector_size,
             returns_logits=self.links is None,
             max_model_len=kv.max_model_len,
             longest_encoder_input=kv.longest_encoder_input,
@@ -223,6 +248,11 @@ class Assembly:
             weights_bytes=self.weights_bytes,
             workspace_bytes=steps.workspace,
             graph_bytes=steps.graphs,
+            device_name=(
+                torch.cuda.get_device_name(self.device)
+                if self.device.type == "cuda"
+                else processor_name()
+            ),
         )
 
 

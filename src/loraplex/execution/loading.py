@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 import torch
 
+from loraplex.core.errors import ConfigError
 from loraplex.core.host_memory import host_memory
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly, measure_steps
+from loraplex.execution.checking.start import start_verdict
 from loraplex.execution.grammar.compiler import VocabularySource
 from loraplex.execution.sizing.capacity import (
     choose_device,
@@ -29,15 +31,19 @@ from loraplex.execution.sizing.shortage import MemoryAdvice, out_of_memory_is
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.execution.steps.stages import StageLinks
+from loraplex.execution.vector_layers import load_vector_layers
 from loraplex.execution.weights.loading import load_weights
 from loraplex.execution.weights.packed_cache import PackedCache
 from loraplex.execution.weights.packing import WeightFormat
-from loraplex.execution.weights.size import weights_size
+from loraplex.execution.weights.size import taken_apart_bytes, weights_size
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.kernels.accelerator import Accelerator, DeviceMemory
 from loraplex.kernels.channel import RankChannels
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
+from loraplex.kernels.ops import Kernels
+from loraplex.kernels.torch_ops import TorchOps, replace_ops
 from loraplex.models.linear_group import TensorShard
+from loraplex.models.parameters import linear_places
 from loraplex.models.sharding import WHOLE, shard
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import ONLY_STAGE, stage
@@ -81,39 +87,68 @@ def load_parts(
     pipeline = ONLY_STAGE if links is None else links.stage
     spec = stage(shard(windowed(settings, read_model(folder)), place), pipeline)
     device = choose_device(settings) if accelerator is None else accelerator.device
+    if spec.encoder is not None and device.type != "cpu":
+        raise ConfigError(
+            f"{spec.architecture} has an encoder, which runs on a CPU only: set device to cpu, got "
+            f"{device}",
+            param="device",
+        )
     accelerator = accelerator or select_accelerator(device)
     if device.type == "cpu":
         settings = settings.share_of_host(place.size * pipeline.size, host_memory())
     free = _free_bytes(device, accelerator)
     _check_fit(settings, spec, free)
-    kernels = select_kernels(
-        device,
-        accelerator,
-        batch_invariant=settings.batch_invariant,
-        attention_backend=settings.attention_backend,
-        channel=None if channels is None else channels.steps,
-    )
+    kernels = _checked_kernels(folder, settings, spec, accelerator, place, channels)
     dtype = choose_dtype(settings, spec)
     form = WeightFormat(dtype=dtype, precision=settings.precision, device=device)
     advice = MemoryAdvice(settings, spec, dtype)
     with out_of_memory_is(lambda: advice.weights(free)):
         weights = load_weights(folder, spec, kernels, form, _weights_cache(settings))
+        vector_layers = load_vector_layers(folder, spec, device)
     with contextlib.ExitStack() as undo:
         if weights.storing is not None:
             undo.callback(weights.storing.close)
         assembly = Assembly(
             spec=spec,
             parameters=weights.parameters,
-            weights_bytes=weights.num_bytes,
+            weights_bytes=weights.num_bytes
+            + sum(each.num_bytes for each in vector_layers)
+            + _taken_apart(spec, dtype),
             settings=settings,
             kernels=kernels,
             accelerator=accelerator,
             channels=channels,
             links=links,
+            vector_layers=vector_layers,
         )
         parts = assemble_parts(assembly, host_adapters, vocabulary)
         undo.pop_all()
     return dataclasses.replace(parts, storing=weights.storing)
+
+
+def _checked_kernels(
+    folder: Path,
+    settings: RunnerSettings,
+    spec: ModelSpec,
+    accelerator: Accelerator | None,
+    place: TensorShard,
+    channels: RankChannels | None,
+) -> Kernels:
+    """Select the kernels, without those that a check has found to fail."""
+    channel = None if channels is None else channels.steps
+    device = torch.device(settings.device) if accelerator is None else accelerator.device
+    verdict = start_verdict(folder, settings, spec, place, device)
+    kernels = select_kernels(
+        device,
+        accelerator,
+        batch_invariant=settings.batch_invariant,
+        attention_backend=verdict.attention_backend if verdict else settings.attention_backend,
+        channel=channel,
+    )
+    if verdict is not None:
+        fallen = [finding.op for finding in verdict.fallen]
+        replace_ops(kernels, TorchOps(device, channel), fallen)
+    return kernels
 
 
 def assemble_parts(
@@ -126,6 +161,9 @@ def assemble_parts(
     settings, spec = assembly.settings, assembly.spec
     steps = measure_steps(assembly)
     free = _spendable(assembly)
+    if free is not None:
+        # Of a decoder that is yet to be built.
+        free -= _taken_apart(spec, assembly.dtype)
     size = size_memory(
         settings,
         spec,
@@ -139,6 +177,11 @@ def assemble_parts(
     pool_bytes = size.adapters.num_pages * size.adapters.page_bytes
     with out_of_memory_is(lambda: assembly.advice.pools(free, size.kv.num_bytes, pool_bytes)):
         return assembly.parts(size, host_adapters, vocabulary, steps)
+
+
+def _taken_apart(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of weights that mixers keep a second time."""
+    return sum(taken_apart_bytes(place, dtype) for place in linear_places(spec))
 
 
 def start_runner(parts: RunnerParts, settings: RunnerSettings) -> ModelRunner:

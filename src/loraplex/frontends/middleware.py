@@ -40,6 +40,8 @@ Check = Callable[[Scope], None]
 CLIENT_CLOSED_REQUEST = "499"
 """Status without a response, as nginx logs it."""
 _FAILED = "500"
+_UNAVAILABLE = "503"
+_EVENTS = b"text/event-stream; charset=utf-8"
 _ID = REQUEST_ID_HEADER.encode()
 _CACHING, _SNIFFING = b"cache-control", b"x-content-type-options"
 
@@ -91,9 +93,9 @@ class RequestMiddleware:
             with as_current(request):
                 counted = receive if method == "GET" else response.receive
                 await self._app(scope, counted, response.send)
-            status = response.status or CLIENT_CLOSED_REQUEST
+            status = response.final_status()
         except asyncio.CancelledError:
-            status = response.status or CLIENT_CLOSED_REQUEST
+            status = response.final_status(is_cut=True)
             raise
         except Exception:
             request.error = InternalError("no front end handled it")
@@ -123,6 +125,7 @@ class _Response:
     _num_bytes: int = 0
     _tenant: str = ""
     _is_refused: bool = False
+    _is_stream: bool = False
     status: str = ""
 
     async def receive(self) -> Message:
@@ -154,6 +157,7 @@ class _Response:
             return self._send(message)
         self.status = str(message["status"])
         headers = [*message.get("headers", ())]
+        self._is_stream = (b"content-type", _EVENTS) in headers
         names = [name for name, _ in headers]  # in lower case, as ASGI has them
         if _ID not in names:
             headers.append((_ID, self._request.request_id.encode()))
@@ -174,6 +178,17 @@ class _Response:
         if num_bytes > SMALL_BYTES and not self._request.num_response_bytes:
             self._responses.take(self._request.tenant, num_bytes)
             self._tenant, self._num_bytes = self._request.tenant, num_bytes
+
+    def final_status(self, *, is_cut: bool = False) -> str:
+        """Return the status that logs and metrics have: a stream that ends with an error began with
+        status 200. is_cut: the server or the client ended it before its end."""
+        if is_cut and self._is_draining():
+            return _UNAVAILABLE
+        if is_cut or not self.status:
+            return CLIENT_CLOSED_REQUEST
+        if self._is_stream and self._request.error is not None:
+            return str(self._refuse(self._scope["path"], self._request.error).status_code)
+        return self.status
 
     def release(self) -> None:
         """Count neither body any more."""
@@ -264,8 +279,8 @@ def page_check(origins: Collection[str]) -> Check:
         media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type in _SENT_UNASKED:
             raise PermissionDeniedError(
-                f"a web page of {origin[:_MAX_ORIGIN]!r} may not send this: the setting "
-                "cors_origins names those that may"
+                f"a web page of {origin[:_MAX_ORIGIN]!r} may not send this; the operator allows it "
+                f"with --cors-origins {origin[:_MAX_ORIGIN]} (cors_origins)"
             )
 
     return check

@@ -13,6 +13,11 @@ _EBNF_ARROW: Final = "::="
 
 
 SERVED_KINDS: Final = ("json", "json_object", "regex", "choice", "grammar")
+COMPACT: Final = "disable_any_whitespace"
+"""Option of JSON constraints: no white space between the parts of the text."""
+SERVED_FIELDS: Final = (*SERVED_KINDS, COMPACT)
+_GUIDANCE: Final = "x-guidance"
+"""Key of a schema with llguidance's options for it."""
 
 
 def structured_outputs(owner: str, fields: Mapping[str, Any]) -> Iterator[Grammar]:
@@ -24,19 +29,31 @@ def structured_outputs(owner: str, fields: Mapping[str, Any]) -> Iterator[Gramma
         if value is None or (value is False and name != "json"):
             continue
         field = f"{owner}.{name}"
-        if name == "json_object":
-            if value is not True:
-                raise InvalidParameterError(
-                    f"{field} must be true or false, got {value!r}", param=field
-                )
-            yield _ANY_OBJECT
-        elif name in SERVED_KINDS:
-            yield constraint(field, name, value)
+        if name in ("json_object", COMPACT) and value is not True:
+            raise InvalidParameterError(
+                f"{field} must be true or false, got {value!r}", param=field
+            )
+        if name == COMPACT:
+            continue
+        if name in SERVED_KINDS:
+            grammar = _ANY_OBJECT if name == "json_object" else constraint(field, name, value)
+            yield _without_blanks(grammar) if fields.get(COMPACT) is True else grammar
         else:
             raise UnsupportedFeatureError(
-                f"{field} is not supported; known: {', '.join(SERVED_KINDS)}",
+                f"{field} is not supported; known: {', '.join(SERVED_FIELDS)}",
                 param=field,
             )
+
+
+def _without_blanks(grammar: Grammar) -> Grammar:
+    """Return a constraint whose JSON has no white space; options in a schema itself win."""
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return grammar
+    schema = json.loads(grammar.text)
+    if not isinstance(schema, dict):
+        return grammar
+    options = {"whitespace_flexible": False, **schema.get(_GUIDANCE, {})}
+    return json_schema({**schema, _GUIDANCE: options})
 
 
 def constraint(field: str, name: str, value: Any) -> Grammar:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, OUTSIDE_LAYERS, SCORE
 from loraplex.kernels.host_tensors import tiled_product
 
 
@@ -65,7 +65,7 @@ class AdapterParts:
     vectors: dict[tuple[int, str], list[OutputVector]] = dataclasses.field(default_factory=dict)
     """Vectors by layer and module."""
     weights: dict[str, tuple[WeightRows, ...]] = dataclasses.field(default_factory=dict)
-    """Whole copies of embed_tokens and lm_head: equally many rows each, but for the last."""
+    """Whole copies of embed_tokens and heads: equally many rows each, but for the last."""
     tokens: dict[str, TokenRows] = dataclasses.field(default_factory=dict)
     """Rows of single tokens, of embed_tokens and lm_head."""
     embedding_lora: EmbeddingLora | None = None
@@ -75,7 +75,7 @@ class AdapterParts:
     def changes_ends(self) -> bool:
         """Whether it changes the embedding or lm_head, and not only layers."""
         return bool(
-            self.weights
+            self.weights.keys() - {SCORE}
             or self.tokens
             or self.embedding_lora is not None
             or self.has_head_lora
@@ -153,6 +153,27 @@ def replace_logits(y: torch.Tensor, x: torch.Tensor, uses: Sequence[PartsUse]) -
             places = (use.token_indices.unsqueeze(1), tokens.token_ids.unsqueeze(0))
             own = tiled_product(inputs, tokens.rows.float().t())
             y[places] = torch.lerp(y[places].float(), own, scales).to(y.dtype)
+
+
+def scores(base: torch.Tensor, x: torch.Tensor, uses: Sequence[PartsUse]) -> list[torch.Tensor]:
+    """Return what classification heads give for each row of x [S, hidden]: float32 [labels].
+
+    base: scores [S, labels] of the base model's head, without columns if it has none. The head of
+    an adapter changes those of the base if it has equally many labels; any other one takes their
+    place whatever the scale, since there is nothing of which it could be a share.
+    """
+    found = list(base)
+    for use in uses:
+        pieces = use.parts.weights.get(SCORE)
+        if pieces is None:
+            continue
+        inputs = x[use.token_indices].float()
+        own = torch.cat([tiled_product(inputs, piece.rows.float().t()) for piece in pieces], 1)
+        if own.shape[1] == base.shape[1]:
+            own = torch.lerp(base[use.token_indices], own, use.token_scales.unsqueeze(1))
+        for index, values in zip(use.token_indices.tolist(), own, strict=True):
+            found[index] = values
+    return found
 
 
 def of_rows(uses: Sequence[PartsUse], places: torch.Tensor) -> tuple[PartsUse, ...]:

@@ -1,9 +1,9 @@
 """How the reference attention cuts a step into pieces of equal shape. Scalars in, indices out.
 
 A query at position p reads keys in a range that depends on p alone: up to the next of a fixed row
-of lengths (`key_range`). Queries of equal range form tiles, tiles of equal shape form one group and
-are computed together. So the sums of a token do not depend on the other rows, nor on how its prompt
-was cut into chunks.
+of lengths (`key_range`); if attention is not causal, on the row's length, too. Queries of equal
+range form tiles, tiles of equal shape form one group and are computed together. So the sums of a
+token do not depend on the other rows, nor on how its prompt was cut into chunks.
 """
 
 import dataclasses
@@ -25,21 +25,31 @@ class Tile:
     """Index in the batch."""
     first_position: int
     num_queries: int
-    num_blocks_held: int
-    """Blocks of the row that hold keys; the range may reach beyond."""
+    seq_len: int
+    """Number of keys of the row; the range may reach beyond."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenWindow:
-    """What a position p sees: p - num_tokens + 1 .. p, and 0 .. num_sink_tokens - 1 before it."""
+    """What a position p sees: p - num_tokens + 1 .. p, and 0 .. num_sink_tokens - 1 before it.
+
+    And if attention is not causal, the later positions up to p + num_tokens - 1.
+    """
 
     num_tokens: int | None
     """None: everything before it."""
     num_sink_tokens: int = 0
+    is_causal: bool = True
 
     def first(self, position: int) -> int:
         """Where the keys that are no sinks begin."""
         return 0 if self.num_tokens is None else max(0, position - self.num_tokens + 1)
+
+    def end(self, position: int, seq_len: int) -> int:
+        """Where the keys end, in a row of so many."""
+        if self.is_causal:
+            return position + 1
+        return seq_len if self.num_tokens is None else min(seq_len, position + self.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,10 +94,11 @@ def tile_groups(
     for row, seq_len in enumerate(seq_lens):
         first_token = query_start_loc[row]
         start = seq_len - (query_start_loc[row + 1] - first_token)
-        num_blocks_held = -(-seq_len // block_size)
         for first, end, tile_range in _tiles(start, seq_len):
-            tile = Tile(row, first_token + first - start, first, end - first, num_blocks_held)
-            shape = _shape(tile_range, end - first, block_size, window, query_multiple)
+            tile = Tile(row, first_token + first - start, first, end - first, seq_len)
+            last_key = window.end(tile_range[1] - 1, seq_len) - 1
+            keys = (window.first(tile_range[0]), key_range(max(0, last_key))[1])
+            shape = _shape(keys, end - first, block_size, window, query_multiple)
             by_shape.setdefault(shape, []).append(tile)
     return [
         group
@@ -106,14 +117,14 @@ def _tiles(start: int, end: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
 
 
 def _shape(
-    tile_range: tuple[int, int],
+    keys: tuple[int, int],
     num_queries: int,
     block_size: int,
     window: TokenWindow,
     query_multiple: int,
 ) -> TileShape:
-    first, end = tile_range
-    first_block = window.first(first) // block_size
+    first, end = keys
+    first_block = first // block_size
     num_sink_blocks = min(first_block, -(-window.num_sink_tokens // block_size))
     num_blocks = -(-end // block_size) - first_block
     num_padded = math.ceil(num_queries / query_multiple) * query_multiple

@@ -13,11 +13,15 @@ import torch
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.block_rows import BlockRows
+from loraplex.kernels.delta import DeltaGates, DeltaShape
+from loraplex.kernels.latent import HeadsPlace
 from loraplex.kernels.lora import LoraBatch, LoraPlace
 from loraplex.kernels.quantization import StoredNumbers
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingRules
 from loraplex.kernels.sampling import DrawOptions, IntArray, TopLogprobs
+from loraplex.kernels.ssm import SsmGates, SsmShape
+from loraplex.kernels.states import StatePlan, StoredRows
 
 SCALE_BYTES = 4
 _LARGEST_NUMBER = 127.0
@@ -139,17 +143,23 @@ class AttentionRules:
     """Which keys a query sees, and how a score is computed from their product q.k.
 
     score = scale * q.k, then soft_cap * tanh(score / soft_cap), then + slope * (key position -
-    query position).
+    query position), then + position_bias of paged_attention.
     """
 
     scale: float
     window: int | None = None
-    """Number of positions, its own included, that a token sees; None: all before it."""
+    """Number of positions, its own included, that a token sees; None: all before it.
+
+    It sees as many after its own, too, if attention is not causal.
+    """
     num_sink_tokens: int = 0
     """First positions that stay visible in addition to a window."""
     soft_cap: float | None = None
     alibi_slopes: tuple[float, ...] = ()
     """One for each query head (arXiv:2108.12409); empty: none."""
+    is_causal: bool = True
+    """Whether a token sees no later position. Else it sees all of its row, which may have fewer
+    keys than queries: then queries have no positions, and there is neither window nor slope."""
 
 
 class Kernels(Protocol):
@@ -310,6 +320,13 @@ class Kernels(Protocol):
         """factor * x + residual [T, N], in float32, rounded once."""
         ...
 
+    def multiply(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """x * factor [T, N], element by element, in float32, rounded once.
+
+        Both may be views with a longer row stride.
+        """
+        ...
+
     def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
         """Multiply x [T, N] by the factor, then replace it by soft_cap * tanh(x / soft_cap).
 
@@ -329,7 +346,8 @@ class Kernels(Protocol):
         """Rotate, in place, the first R elements of each head of query [T, H, D], key [T, K, D].
 
         cos, sin [T, R / 2] float32. The pairs are (i, i + R / 2), or (2 i, 2 i + 1) if they are
-        interleaved. Query and key may be views with a longer row stride, and have no heads.
+        interleaved. Query and key may be views with a longer row stride, and have no heads. Heads
+        of the query may have a longer stride where there is one key head.
         """
         ...
 
@@ -429,13 +447,157 @@ class Kernels(Protocol):
         storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention [T, H, D] of query [T, H, D] over each row's own stored keys.
+        """Attention [T, H, D] of query [T, H, D] over each row's own stored keys.
 
         With a window of W and S sink tokens, a token at position p sees p - W + 1 .. p and, of
         what is before it, 0 .. S - 1. sink_logits [H] float32: one more score for each head's
-        softmax, of a key without a value. The step's own keys must have been written before.
+        softmax, of a key without a value. position_bias [H, 2 C + 1] float32, contiguous: entry
+        C + min(max(key position - query position, -C), C) is added to a score. The step's own keys
+        must have been written before.
         """
+        ...
+
+    def write_latent(
+        self,
+        storage: Storage,
+        latent: torch.Tensor,
+        key: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store latent [T, L] and key [T, R] side by side, rounded to the storage's dtype.
+
+        storage.tensors[0] [num_blocks, 1, block_size, L + R]; slot_mapping as in `write_kv`. Rows
+        may be apart.
+        """
+        ...
+
+    def plan_latent_attention(
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
+    ) -> AttentionPlan:
+        """Once per step; shape: one KV head of size L + R. rules: a scale alone."""
+        ...
+
+    def latent_attention(
+        self,
+        query: torch.Tensor,
+        query_key: torch.Tensor,
+        storage: Storage,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Causal attention [T, H, L] over each row's own stored vectors, which all heads share.
+
+        A score is scale * (query . latent + query_key . key), for query [T, H, L], contiguous, and
+        query_key [T, H, R], of any strides; the values are the latent vectors. The step's own must
+        have been written before.
+        """
+        ...
+
+    def add_heads_lora(
+        self, y: torch.Tensor, x: torch.Tensor, batch: LoraBatch, place: HeadsPlace
+    ) -> None:
+        """y [T, H, out] += the adapters' share for x [T, H, in], in place; see kernels.latent.
+
+        Of keys: in is their size in a head, out that of the latent vector; of values they are
+        reversed. Heads of x may have a longer stride; y is contiguous.
+        """
+        ...
+
+    def scale_heads(self, x: torch.Tensor, batch: LoraBatch, place: HeadsPlace) -> torch.Tensor:
+        """Return x [T, H, size], contiguous, with what output vectors (DoRA, biases) give for it.
+
+        Of keys x is the queries, which the factors of the keys multiply as well; of values it is
+        what the base's values gave, and the share of each adapter is of that.
+        """
+        ...
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        rows: StoredRows,
+        storage: Storage,
+        tensor: int = 0,
+    ) -> torch.Tensor:
+        """[T, C]: each channel of x [T, C] convolved with its own weights, over a row's positions.
+
+        weight [C, K], bias [C], both float32. The result at position p is activation(bias + the sum
+        over j of weight[:, j] * the input at p - (K - 1 - j)), where inputs before position 0 are
+        zero: in float32, j in its order and the bias last, rounded once to x's dtype.
+
+        The inputs are stored in storage.tensors[tensor] [blocks, block_size, C] float32, those of
+        all rows before any is read; earlier positions of a row are read there. x may be a view with
+        a longer row stride. Padding gives any finite numbers.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        gates: DeltaGates,
+        shape: DeltaShape,
+        plan: StatePlan,
+        chunk: Storage,
+        states: Storage,
+    ) -> torch.Tensor:
+        """Gated delta rule [T, Hv * dv] of qkv [T, Hk * dk + Hk * dk + Hv * dv]; a, b [T, Hv].
+
+        q and k of each head are divided by their lengths, and q by the root of dk. The recurrence
+        (kernels.recurrence) has strength sigmoid(b), rounded to the dtype of qkv, and decay
+        -exp(a_log) * softplus(a + dt_bias). All else is float32, and rounded once.
+
+        chunk.tensors[1:] store keys, written values and sums of decays of the positions since the
+        last border; states.tensors[0] [blocks, Hv, dk, dv] the states. qkv, a and b may be views
+        with a longer row stride. Padding gives any finite numbers.
+        """
+        ...
+
+    def ssd(
+        self,
+        xbc: torch.Tensor,
+        dt: torch.Tensor,
+        gates: SsmGates,
+        shape: SsmShape,
+        plan: StatePlan,
+        chunk: Storage,
+        states: Storage,
+    ) -> torch.Tensor:
+        """State space of Mamba2 [T, H * P] of xbc [T, H * P + G * S + G * S] and dt [T, H].
+
+        With step = softplus(dt + dt_bias) within its limits, the recurrence (kernels.recurrence)
+        has the queries C, the keys B, the values step * x, and the decay rate * step. skip * x is
+        added to what it gives. All is float32, and rounded once.
+
+        chunk.tensors[1:] store keys, values and sums of decays of the positions since the last
+        border; states.tensors[0] [blocks, H, S, P] the states. xbc and dt may be views with a
+        longer row stride. Padding gives any finite numbers.
+        """
+        ...
+
+    def gated_rms_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        is_gated_first: bool,
+    ) -> torch.Tensor:
+        """RMS norm, rounded, times the weight, of each group of x [T, groups, N]; the same shape.
+
+        weight [N], or [groups, N], of x's dtype. The gate [T, groups, N], as silu(gate) in float32,
+        multiplies x before the norm, or what the weight gave, and that is rounded. x and gate may
+        be views with longer strides.
+        """
+        ...
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x [T, H, D] times sigmoid(gate), each rounded, for a gate [T, H, D] of any strides."""
         ...
 
     def argmax(self, logits: torch.Tensor, rows: IntArray) -> tuple[torch.Tensor, torch.Tensor]:

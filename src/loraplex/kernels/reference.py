@@ -21,7 +21,9 @@ from loraplex.kernels import routing, sampling
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.block_rows import BlockRows
 from loraplex.kernels.channel import Channel, joined_shares, tree_sum
+from loraplex.kernels.delta import DeltaGates, DeltaShape, delta_rule
 from loraplex.kernels.host_tensors import fixed_tiles
+from loraplex.kernels.latent import add_heads_lora, scale_heads
 from loraplex.kernels.lora import LoraBatch, LoraPlace, add_lora
 from loraplex.kernels.ops import (
     AttentionPlan,
@@ -38,6 +40,8 @@ from loraplex.kernels.ops import (
 from loraplex.kernels.quantization import StoredNumbers, quantize
 from loraplex.kernels.reference_attention import TilePlan, attend, plan_tiles
 from loraplex.kernels.routing import Routes
+from loraplex.kernels.ssm import SsmGates, SsmShape, ssd
+from loraplex.kernels.states import StatePlan, StoredRows
 
 _HOST_ROWS = 8
 """Row multiple of a float32 product: all multiples are summed alike (measured for MKL)."""
@@ -70,6 +74,8 @@ class ReferenceKernels:
     """
 
     packed_layout = "torch"
+    add_heads_lora = staticmethod(add_heads_lora)
+    scale_heads = staticmethod(scale_heads)
     route = staticmethod(routing.route)
     combine_experts = staticmethod(routing.combine_experts)
     argmax = staticmethod(sampling.argmax)
@@ -220,6 +226,9 @@ class ReferenceKernels:
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         return (residual.float() + x.float() * factor).to(x.dtype)
 
+    def multiply(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
     def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
         # float64 on a host, as for activations: a tanh's bits differ with its place in a chunk.
         wide = (x.double() if self._is_host else x.float()) * factor
@@ -249,8 +258,13 @@ class ReferenceKernels:
         return _ACTIVATIONS[activation](wide).to(gate.dtype) * up
 
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        return self._activated(x, activation, x.dtype)
+
+    def _activated(
+        self, x: torch.Tensor, activation: Activation, dtype: torch.dtype
+    ) -> torch.Tensor:
         wide = x.double() if self._is_host else x.float()
-        return _ACTIVATIONS[activation](wide).to(x.dtype)
+        return _ACTIVATIONS[activation](wide).to(dtype)
 
     def add_lora(
         self,
@@ -319,9 +333,112 @@ class ReferenceKernels:
         storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert isinstance(plan, TilePlan)
-        return attend(query, storage, plan, sink_logits)
+        return attend(query, storage, plan, sink_logits, position_bias)
+
+    def write_latent(
+        self,
+        storage: Storage,
+        latent: torch.Tensor,
+        key: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        (stored,) = storage.tensors
+        vectors = torch.cat((latent, key), dim=1)
+        stored.view(-1, vectors.shape[1])[slot_mapping] = vectors.to(stored.dtype)
+
+    def plan_latent_attention(
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
+    ) -> AttentionPlan:
+        return ReferenceKernels.plan_attention(self, rows, shape, rules)
+
+    def latent_attention(
+        self,
+        query: torch.Tensor,
+        query_key: torch.Tensor,
+        storage: Storage,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        assert isinstance(plan, TilePlan)
+        (stored,) = storage.tensors
+        size = query.shape[2]
+        # A view: the values are the first part of the keys.
+        shared = Storage((stored, stored[..., :size]))
+        return attend(torch.cat((query, query_key), dim=2), shared, plan, None)
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        rows: StoredRows,
+        storage: Storage,
+        tensor: int = 0,
+    ) -> torch.Tensor:
+        inputs, stored = x.float(), storage.tensors[tensor]
+        is_stored = rows.places >= 0
+        stored.view(-1, x.shape[1])[rows.places[is_stored]] = inputs[is_stored]
+        num_taps = weight.shape[1]
+        total = torch.zeros_like(inputs)
+        for tap in range(num_taps):
+            total = total + weight[:, tap] * _inputs_before(
+                inputs, rows, stored, num_taps - 1 - tap
+            )
+        if bias is not None:
+            total = total + bias
+        return (
+            total.to(x.dtype) if activation is None else self._activated(total, activation, x.dtype)
+        )
+
+    def delta_rule(
+        self,
+        qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        gates: DeltaGates,
+        shape: DeltaShape,
+        plan: StatePlan,
+        chunk: Storage,
+        states: Storage,
+    ) -> torch.Tensor:
+        return delta_rule(qkv, b, a, gates, shape, plan, chunk.tensors, states.tensors[0])
+
+    def ssd(
+        self,
+        xbc: torch.Tensor,
+        dt: torch.Tensor,
+        gates: SsmGates,
+        shape: SsmShape,
+        plan: StatePlan,
+        chunk: Storage,
+        states: Storage,
+    ) -> torch.Tensor:
+        return ssd(xbc, dt, gates, shape, plan, chunk.tensors, states.tensors[0])
+
+    def gated_rms_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        is_gated_first: bool,
+    ) -> torch.Tensor:
+        factor = functional.silu(gate.double())
+        if is_gated_first:
+            return (weight * _unit_rms(x.double() * factor, eps).to(x.dtype)).to(x.dtype)
+        normed = weight * _unit_rms(x.double(), eps).to(x.dtype)
+        return (normed.double() * factor).to(x.dtype)
+
+    def sigmoid_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(gate.double()).to(x.dtype)
+
+
+def _unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def _rotate(
@@ -336,3 +453,30 @@ def _rotate(
     rotated = x * cos - y * sin, y * cos + x * sin
     first.copy_(rotated[0])
     second.copy_(rotated[1])
+
+
+def _inputs_before(
+    inputs: torch.Tensor, rows: StoredRows, stored: torch.Tensor, distance: int
+) -> torch.Tensor:
+    """Return the inputs [T, C] so many positions before each token; zero before position 0.
+
+    inputs [T, C]: of the step. stored [blocks, block_size, C]: of all positions.
+    """
+    if not len(inputs):
+        return inputs
+    tokens = torch.arange(len(inputs), device=inputs.device)
+    row = torch.searchsorted(rows.query_start_loc, tokens, right=True) - 1
+    row = row.clamp(max=len(rows.table_starts) - 1)
+    first_token = rows.query_start_loc[row]
+    position = rows.positions - distance
+    is_of_step = tokens - distance >= first_token
+    block_size = stored.shape[1]
+    known = position.clamp(min=0)
+    entry = rows.table_starts[row] + known // block_size
+    is_before = ~is_of_step & (position >= 0)
+    # Entries that are not read may be outside of the tables, and name any block.
+    block = rows.tables[torch.where(is_before, entry, 0)]
+    earlier = stored[torch.where(is_before, block, 0), known % block_size]
+    here = inputs[(tokens - distance).clamp(min=0)]
+    found = torch.where(is_of_step.unsqueeze(1), here, earlier)
+    return torch.where((position < 0).unsqueeze(1), 0.0, found)

@@ -1,4 +1,4 @@
-"""Causal attention over paged keys and values in torch: gather, then two batched products.
+"""Attention over paged keys and values in torch: gather, then two batched products.
 
 Scores, softmax and sums are float32 whatever the storage holds.
 """
@@ -34,7 +34,7 @@ def plan_tiles(
     rows: RowLayout, block_size: int, rules: AttentionRules, query_multiple: int
 ) -> TilePlan:
     """The indices of a step; they hold for every layer with these rules."""
-    window = TokenWindow(rules.window, rules.num_sink_tokens)
+    window = TokenWindow(rules.window, rules.num_sink_tokens, rules.is_causal)
     groups = tile_groups(
         rows.query_start_loc,
         rows.seq_lens,
@@ -48,12 +48,21 @@ def plan_tiles(
 
 
 def attend(
-    query: torch.Tensor, storage: Storage, plan: TilePlan, sink_logits: torch.Tensor | None
+    query: torch.Tensor,
+    storage: Storage,
+    plan: TilePlan,
+    sink_logits: torch.Tensor | None,
+    position_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [T, H, D] -> [T, H, D]; storage [num_blocks, K, block_size, stored_size]."""
-    output = torch.empty_like(query)
+    """query [T, H, D] -> [T, H, V]; storage [num_blocks, K, block_size, stored_size].
+
+    V: size of the values, D but where these are the first part of the keys.
+    """
+    keys, values = storage.tensors
+    narrower = keys.shape[-1] - values.shape[-1]
+    output = query.new_empty((*query.shape[:2], query.shape[2] - narrower))
     for group in plan.groups:
-        attended = _attend_group(query, storage, group, plan.rules, sink_logits)
+        attended = _attend_group(query, storage, group, plan.rules, sink_logits, position_bias)
         output[group.output_tokens] = attended[group.real].to(output.dtype)
     return output
 
@@ -64,6 +73,7 @@ def _attend_group(
     group: _GroupIndices,
     rules: AttentionRules,
     sink_logits: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """[I * n, H, D] float32."""
     num_tiles, num_queries = group.query_tokens.shape
@@ -85,22 +95,33 @@ def _attend_group(
     if rules.alibi_slopes:
         slopes = torch.tensor(rules.alibi_slopes, device=query.device).view(num_kv_heads, 1, -1, 1)
         by_query += slopes * group.distances[:, None, :, None, :]
+    if position_bias is not None:
+        by_query += _bias_by_query(position_bias, group.distances, num_kv_heads)
     by_query.masked_fill_(group.hidden[:, None, :, None, :], -torch.inf)
     if sink_logits is not None:
         sinks = sink_logits.view(num_kv_heads, 1, -1, 1).expand(*by_query.shape[:-1], 1)
         scores = torch.cat((by_query, sinks), dim=-1).view(*scores.shape[:-1], -1)
     probabilities = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
     summed = torch.bmm(probabilities, values.flatten(0, 1))
-    by_head = summed.view(num_tiles, num_kv_heads, num_queries, -1, head_dim)
-    return by_head.transpose(1, 2).reshape(num_tiles * num_queries, num_heads, head_dim)
+    by_head = summed.view(num_tiles, num_kv_heads, num_queries, -1, summed.shape[-1])
+    return by_head.transpose(1, 2).reshape(num_tiles * num_queries, num_heads, -1)
+
+
+def _bias_by_query(
+    position_bias: torch.Tensor, distances: torch.Tensor, num_kv_heads: int
+) -> torch.Tensor:
+    """position_bias [H, 2 C + 1], distances [I, n, L] -> [I, K, n, H / K, L]."""
+    most = position_bias.shape[1] // 2
+    by_head = position_bias[:, distances.long().clamp(-most, most) + most]
+    return by_head.view(num_kv_heads, -1, *distances.shape).permute(2, 0, 3, 1, 4)
 
 
 def _gather(blocks: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
     """Stored vectors by block_ids [I, B] -> [I, K, B * block_size, D] float32."""
-    num_kv_heads, block_size, stored_size = blocks.shape[1:]
+    num_kv_heads, stored_size = blocks.shape[1], blocks.shape[3]
     heads = torch.arange(num_kv_heads, device=blocks.device)
     pieces = block_ids.unsqueeze(1) * num_kv_heads + heads.unsqueeze(1)
-    gathered = blocks.view(-1, block_size * stored_size)[pieces.flatten()]
+    gathered = blocks.flatten(0, 1)[pieces.flatten()]
     return from_stored(gathered.view(len(block_ids), num_kv_heads, -1, stored_size))
 
 
@@ -116,12 +137,17 @@ def _indices(
     columns = torch.arange(shape.first_block, shape.first_block + shape.num_blocks)
     columns = torch.cat((torch.arange(shape.num_sink_blocks), columns))
     keys = (columns.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()
-    columns = torch.minimum(columns, _column([tile.num_blocks_held for tile in tiles]) - 1)
+    num_keys = _column([tile.seq_len for tile in tiles])
+    columns = torch.minimum(columns, (num_keys - 1) // block_size)
     table_rows = _column([tile.row for tile in tiles])
     hidden = keys > positions.unsqueeze(-1)
+    if not window.is_causal:
+        hidden = (keys >= num_keys.unsqueeze(-1)).expand(*positions.shape, -1)
     if window.num_tokens is not None:
         is_behind = keys <= positions.unsqueeze(-1) - window.num_tokens
-        hidden |= is_behind & (keys >= window.num_sink_tokens)
+        hidden = hidden | (is_behind & (keys >= window.num_sink_tokens))
+        if not window.is_causal:
+            hidden |= keys >= positions.unsqueeze(-1) + window.num_tokens
     real = (offsets < num_queries).flatten().nonzero().squeeze(1)
     return _GroupIndices(
         query_tokens=query_tokens.to(device),

@@ -30,14 +30,10 @@ class Routes:
         return self.starts.shape[0] - 1
 
 
-SUM_FLOOR = 1e-20
-"""Addend of the sum that sigmoids are divided by, as DeepSeek-V3 has it."""
-
-
 def route(
     logits: torch.Tensor, rules: RoutingRules, selection_bias: torch.Tensor | None = None
 ) -> Routes:
-    """Choose experts by logits [T, E]. selection_bias [E] float32, of SIGMOID."""
+    """Choose experts by logits [T, E]. selection_bias [E] float32, of SIGMOID or SOFTMAX."""
     # float64: on a CPU the bits of a float32 exp differ with its place in a chunk.
     wide = logits.double()
     if rules.mode is RoutingMode.SPARSE_MIXER:
@@ -50,8 +46,7 @@ def route(
     if rules.mode is RoutingMode.CHOSEN_SOFTMAX:
         weights = weights.softmax(1)
     if rules.normalizes:
-        floor = SUM_FLOOR if rules.mode is RoutingMode.SIGMOID else 0.0
-        weights = weights / (weights.sum(1, keepdim=True) + floor)
+        weights = weights / (weights.sum(1, keepdim=True) + rules.sum_floor)
     return sort_routes(experts.int(), (weights * rules.factor).float(), rules.num_experts)
 
 

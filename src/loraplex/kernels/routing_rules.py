@@ -8,7 +8,7 @@ class RoutingMode(enum.StrEnum):
     """How scores become choices and weights. Of equal scores the lowest expert is chosen."""
 
     SOFTMAX = "softmax"
-    """The largest probabilities of a softmax over all experts, which are the weights."""
+    """The largest sums of softmax over all experts and selection bias, if any; as in SIGMOID."""
     CHOSEN_SOFTMAX = "chosen_softmax"
     """The largest logits; the weights are a softmax over these."""
     SIGMOID = "sigmoid"
@@ -27,6 +27,8 @@ class RoutingRules:
     mode: RoutingMode
     normalizes: bool = False
     """Whether the weights of a token are divided by their sum."""
+    sum_floor: float = 1e-20
+    """Number that is added to this sum, by default as DeepSeek-V3 has it."""
     factor: float = 1.0
     """Factor of all weights."""
     num_groups: int = 1

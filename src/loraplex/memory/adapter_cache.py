@@ -324,6 +324,10 @@ class AdapterCache:
     def is_pinned(self, handle: AdapterHandle) -> bool:
         return self._entries[handle].is_pinned
 
+    def leaving(self) -> dict[AdapterHandle, int]:
+        """Return the pages of what may be evicted from the device, in the order of eviction."""
+        return self._orders.leaving()
+
     def num_users(self, handle: AdapterHandle) -> int:
         """Return how often an adapter was acquired and not yet released."""
         return self._entries[handle].num_users

@@ -295,6 +295,10 @@ class AdapterOrders:
         """Return the idle adapters of either tier, each once."""
         return list(dict.fromkeys([*self._device_idle.sizes(), *self._host_idle.sizes()]))
 
+    def leaving(self) -> dict[AdapterHandle, int]:
+        """Return the pages of what may leave the device, in the order in which it would."""
+        return self._device_idle.sizes() | self._device_wanted.sizes()
+
     def choose(
         self, size: int, *, on_device: bool, may_evict_wanted: bool
     ) -> list[AdapterHandle] | None:

@@ -126,11 +126,15 @@ def base_linears(
     """
     embedding = parameters.embedding
     linears = BaseLinears(kernels, embedding.dtype, embedding.device, channel)
-    for index, (layer, packed) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
-        for name, group in layer.linears.items():
-            if group.num_experts is not None:
-                continue  # DoRA of experts is refused
-            linears.add(index, packed.linears[name], group.outputs, group.input_blocks)
+    stacks = [(spec.layers, parameters.layers)]
+    if spec.encoder is not None and parameters.encoder is not None:
+        stacks.append((spec.encoder.layers, parameters.encoder.layers))
+    for layers, weights in stacks:
+        for index, (layer, packed) in enumerate(zip(layers, weights, strict=True)):
+            for name, group in layer.linears.items():
+                if group.num_experts is not None:
+                    continue  # DoRA of experts is refused
+                linears.add(index, packed.linears[name], group.outputs, group.input_blocks)
     if parameters.lm_head is not None:
         head = {LM_HEAD: spec.vocab_size}
         is_cut = spec.own_logits is not None

@@ -31,7 +31,8 @@ class EncodedRows(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """Rows as groups of states need them: with all of their tokens, draft tokens included.
+    """Whole rows, as recurrences and convolutions need them: with all of their tokens, draft tokens
+    included.
 
     Rows in addition to those of the step have no tokens.
     """
@@ -64,4 +65,4 @@ class ForwardBatch:
     rotated_spans: tuple[RotatedSpan, ...] = ()
     encoded: tuple[EncodedRows, ...] = ()
     state_rows: StateRows | None = None
-    """None: no cache group keeps states."""
+    """None: no cache group is read by whole rows."""

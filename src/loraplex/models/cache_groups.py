@@ -42,7 +42,7 @@ def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[LayerGroup, ...]:
                 cache = own
                 is_of_encoder = isinstance(cache.spec, Cross)
                 if not is_of_encoder and _reach(cache.spec, max_model_len) >= max_model_len:
-                    cache = cache._replace(spec=Blocks())
+                    cache = cache._replace(spec=_unlimited(cache.spec))
                 members.setdefault(cache, []).append(index)
                 names.setdefault(cache, {})[own] = None
     groups = [
@@ -59,6 +59,10 @@ def cache_groups(spec: ModelSpec, max_model_len: int) -> tuple[LayerGroup, ...]:
         return isinstance(group.spec, Cross), -_reach(group.spec, max_model_len)
 
     return tuple(sorted(groups, key=order))
+
+
+def _unlimited(spec: CacheSpec) -> Blocks:
+    return Blocks(by_rows=isinstance(spec, Blocks) and spec.by_rows)
 
 
 def _reach(spec: CacheSpec, max_model_len: int) -> int:

@@ -1,11 +1,11 @@
 """Typed access to the fields of a Hugging Face JSON file, with errors that name file and field."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from loraplex.core.errors import ConfigError
+from loraplex.core.errors import ConfigError, UnsupportedModelError
 
 _MAX_FILE_BYTES = 64 << 20
 """The index of a large checkpoint has some millions."""
@@ -17,12 +17,19 @@ class ConfigFields:
     """JSON object. A field that is null counts as absent, as Hugging Face treats it."""
 
     def __init__(
-        self, values: Mapping[str, Any], source: str, own_names: Mapping[str, str] | None = None
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        own_names: Mapping[str, str] | None = None,
+        reads: set[str] | None = None,
     ) -> None:
         """source: name of the object in errors, such as the path of its file.
 
-        own_names: what the object calls fields that have another name here.
+        own_names: what the object calls fields that have another name here. reads: set to add the
+        names of fields to that are read.
         """
+        self.reads: set[str] = set() if reads is None else reads
+        """Fields that were read, in this object, its tables, and objects derived from it."""
         self._values = {name: value for name, value in values.items() if value is not None}
         self._nulls = frozenset(values.keys() - self._values.keys())
         self.source = source
@@ -40,17 +47,20 @@ class ConfigFields:
         kept = {name: value for name, value in self._values.items() if name not in own_names}
         nulls = dict.fromkeys(self._nulls)
         values = {**nulls, **defaults, **kept, **renamed}
-        return ConfigFields(values, self.source, {**self._own_names, **own_names})
+        own_names = {**self._own_names, **own_names}
+        return ConfigFields(values, self.source, own_names, self.reads)
 
     def with_values(self, values: Mapping[str, Any]) -> "ConfigFields":
         """Return the fields with other values."""
-        return ConfigFields({**self.values_and_nulls, **values}, self.source, self._own_names)
+        values = {**self.values_and_nulls, **values}
+        return ConfigFields(values, self.source, self._own_names, self.reads)
 
     def own_name(self, name: str) -> str:
         """Return what the file calls a field."""
         return self._own_names.get(name, name)
 
     def __contains__(self, name: str) -> bool:
+        self.reads.add(self.own_name(name))
         return name in self._values
 
     def __iter__(self) -> Iterator[str]:
@@ -91,14 +101,14 @@ class ConfigFields:
         return count
 
     def optional_integer(self, name: str) -> int | None:
-        value = self._values.get(name)
+        value: int | None = self._read(name)
         if value is not None and not _is_integer(value):
             raise self._wrong(name, "an integer")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
         """Return one integer or a list of them; empty if absent."""
-        value = self._values.get(name, [])
+        value = self._read(name, [])
         values = value if isinstance(value, list) else [value]
         if not all(map(_is_integer, values)):
             raise self._wrong(name, "an integer or a list of integers")
@@ -113,7 +123,7 @@ class ConfigFields:
         return value
 
     def optional_number(self, name: str) -> float | None:
-        value = self._values.get(name)
+        value = self._read(name)
         if value is None:
             return None
         if not _is_number(value):
@@ -134,40 +144,64 @@ class ConfigFields:
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Return a required list."""
-        value = self._values.get(name)
+        value = self._read(name)
         if not isinstance(value, list) or not all(map(_is_number, value)):
             raise self._wrong(name, "a list of numbers")
         return tuple(float(number) for number in value)
 
     def boolean(self, name: str, default: bool) -> bool:
-        value = self._values.get(name, default)
+        value = self._read(name, default)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
-        value = self._values.get(name, default)
+        value = self._read(name, default)
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list; empty if absent."""
-        value = self._values.get(name, [])
+        value = self._read(name, [])
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._wrong(name, "a list of strings")
         return tuple(value)
 
+    def layer_types(self, known: Collection[str], name: str = "layer_types") -> tuple[str, ...]:
+        """Return the type of each layer; empty if the field is absent.
+
+        Raises ConfigError for another number of them than num_hidden_layers, and
+        UnsupportedModelError for one that is not known.
+        """
+        types = self.texts(name)
+        if types and len(types) != self.num_layers:
+            raise ConfigError(
+                f"{self.source}: {self.own_name(name)} has {len(types)} entries, "
+                f"{self.own_name('num_hidden_layers')} is {self.num_layers}"
+            )
+        for each in types:
+            if each not in known:
+                raise UnsupportedModelError(
+                    f"{self.source}: layer type {each!r} is not supported; "
+                    f"supported: {', '.join(known)}"
+                )
+        return types
+
     def table(self, name: str) -> "ConfigFields | None":
         """Return a nested object; None if absent or empty."""
-        value = self._values.get(name)
+        value = self._read(name)
         if value is not None and not isinstance(value, dict):
             raise self._wrong(name, "an object")
-        return ConfigFields(value, f"{self.source}: {name}") if value else None
+        return ConfigFields(value, f"{self.source}: {name}", reads=self.reads) if value else None
 
     def tables(self) -> tuple[str, ...]:
         """Return the names of the fields that are objects."""
         return tuple(name for name, value in self._values.items() if isinstance(value, dict))
+
+    def _read(self, name: str, default: object = None) -> Any:
+        self.reads.add(self.own_name(name))
+        return self._values.get(name, default)
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         got = json.dumps(self._values.get(name))

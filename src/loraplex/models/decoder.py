@@ -5,13 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from loraplex.core.adapter import LM_HEAD, OUTSIDE_LAYERS
-from loraplex.kernels.adapter_parts import add_vectors, embed, replace_logits
+from loraplex.kernels.adapter_parts import add_vectors, replace_logits, scores
 from loraplex.kernels.channel import Channel
+from loraplex.kernels.host_tensors import tiled_product
 from loraplex.kernels.lora import batch_of_rows, head_place
 from loraplex.kernels.ops import Kernels
 from loraplex.models.base_linears import BaseLinears, base_linears
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import LayerGroup
+from loraplex.models.embedding import Embedding
 from loraplex.models.feed_forward import feed_forward
 from loraplex.models.mixers.kinds import make_mixer
 from loraplex.models.mixers.mixer import (
@@ -95,6 +97,29 @@ def _encoder_readers(parts: Sequence[object]) -> list[EncoderReader]:
     return [part for part in parts if isinstance(part, EncoderReader)]
 
 
+def decoder_embedding(
+    spec: ModelSpec, parameters: DecoderParameters, kernels: Kernels
+) -> Embedding:
+    """Return the embedding of a decoder; parameters: packed by these kernels."""
+    return Embedding(
+        kernels,
+        parameters.embedding,
+        parameters.packed_embedding,
+        factor=embedding_factor(spec, parameters.embedding.dtype),
+        projection=parameters.projections[0] if parameters.projections else None,
+        norm=make_norm(spec.embedding_norm, parameters.embedding_norm, kernels),
+        positions=parameters.positions,
+        is_norm_last=spec.is_embedding_norm_last,
+    )
+
+
+def embedding_factor(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """Return the factor of the token embedding of a model that computes in this type."""
+    factor = torch.tensor(spec.embedding_factor, dtype=torch.float64)
+    rounded: float = (factor.to(dtype) if spec.rounds_embedding_factor else factor).item()
+    return rounded
+
+
 class Decoder:
     """One base model on one device."""
 
@@ -117,9 +142,9 @@ class Decoder:
         self.spec = spec
         self._kernels = kernels
         self._rotary = rotary
-        self._embedding, self._packed_embedding = parameters.embedding, parameters.packed_embedding
         self._projections = parameters.projections
-        self._positions = parameters.positions
+        self._embedding = decoder_embedding(spec, parameters, kernels)
+        self._dtype = parameters.embedding.dtype
         group_of = {cache: n for n, group in enumerate(cache_groups) for cache in group.caches}
         self._layers = []
         planners: dict[PlanKind, Callable[[ForwardBatch], object]] = {}
@@ -132,23 +157,18 @@ class Decoder:
                 if kind not in planners:
                     planners[kind] = kind.planner(kernels, device)
         self._planners = planners
-        factor = torch.tensor(spec.embedding_factor, dtype=torch.float64)
-        if spec.rounds_embedding_factor:
-            factor = factor.to(parameters.embedding.dtype)
-        self._embedding_factor: float = factor.item()
-        norm, weights = spec.embedding_norm, parameters.embedding_norm
-        self._embedding_norm = make_norm(norm, weights, kernels)
         self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
         if not spec.is_last_stage:
             self._final_norm = NoNorm(kernels)
         self._lm_head = parameters.lm_head
+        self._score = parameters.score
         self.base_linears: BaseLinears = base_linears(spec, parameters, kernels, loads)
         """The linear layers as adapters see them."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of its activations."""
-        return self._embedding.dtype
+        return self._dtype
 
     def forward(
         self,
@@ -162,7 +182,7 @@ class Decoder:
         last, the result is the hidden state [T, hidden] instead. hidden: that of the stage before,
         which may be overwritten; None: this is the first stage.
         """
-        if not _is_repeatable(batch):
+        if not (self.spec.has_lm_head and _is_repeatable(batch)):
             state = self.hidden_states(batch, kv, hidden)
             return self.logits(state, batch) if self.spec.is_last_stage else state
         plans = self._plan(batch)
@@ -221,7 +241,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Return the output of the final norm [T, hidden]; before the last stage, what it gets."""
         inputs = MixerInputs(batch, kv, self._angles(batch), plans)
-        state = self._embed(batch) if hidden is None else HiddenState(hidden, None)
+        state = self._embedding.state(batch) if hidden is None else HiddenState(hidden, None)
         for index, layer in enumerate(self._layers):
             _wait_for(index, batch)
             state = layer.forward(state, inputs)
@@ -244,29 +264,6 @@ class Decoder:
             angles[rope] = cos, sin
         return angles
 
-    def _embed(self, batch: ForwardBatch) -> HiddenState:
-        """Return the state that the first layer reads."""
-        if self._packed_embedding is None:
-            embedded = self._kernels.take_rows(self._embedding, batch.token_ids)
-        else:
-            embedded = self._kernels.weight_rows(
-                self._packed_embedding, batch.token_ids, self.dtype
-            )
-        _wait_for(OUTSIDE_LAYERS, batch)
-        if batch.lora is not None and batch.lora.parts:
-            embed(embedded, batch.token_ids, batch.lora.parts)
-        if self._embedding_factor != 1.0:
-            self._kernels.scale(embedded, self._embedding_factor)
-        if self._projections:
-            embedded = self._kernels.linear(embedded, self._projections[0])
-        # After the factor and the projection: an encoder's rows have the size and scale of layers.
-        for first, rows in batch.encoded:
-            embedded[first : first + len(rows)] = rows
-        embedded = self._embedding_norm.apply(embedded)
-        if self._positions is None:
-            return HiddenState(embedded, None)
-        return HiddenState(embedded, self._kernels.take_rows(self._positions, batch.positions))
-
     def logits(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Compute the logits [S, vocab_size] of x [T, hidden], the result of `hidden_states`."""
         indices, lora = batch.logits_indices, batch.lora
@@ -281,8 +278,29 @@ class Decoder:
                 self._kernels.add_lora(logits, x, lora, head_place(lora.head_table))
         return self._scaled(logits)
 
+    def scores(
+        self, x: torch.Tensor, indices: torch.Tensor, batch: ForwardBatch
+    ) -> list[torch.Tensor]:
+        """Compute what classification heads give for tokens indices [S], in ascending order.
+
+        x [T, hidden]: the result of `hidden_states`. Returns float32 [labels] for each token, of
+        the head of its adapter, else of the model's own; without labels where neither has one.
+        """
+        rows, lora = self.read_rows(x, indices).float(), batch.lora
+        base = rows.new_zeros((len(rows), 0))
+        if self._score is not None:
+            base = tiled_product(rows, self._score.t())
+        if lora is None or not lora.parts:
+            return list(base)
+        return scores(base, rows, batch_of_rows(lora, indices, len(x)).parts)
+
     def _base_logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x [S, size] -> [S, vocab_size]; ranks compute a share each and give it to all."""
+        """Compute x [S, size] -> [S, vocab_size]; ranks compute a share each and give it to all.
+
+        Without an output layer they are zeros, of which only trials have a row.
+        """
+        if self._lm_head is None:
+            return x.new_zeros((x.shape[0], self.spec.vocab_size))
         logits = self._kernels.linear(x, self._lm_head)
         if self.spec.own_logits is None:
             return logits

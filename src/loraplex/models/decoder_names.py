@@ -35,11 +35,15 @@ class ExpertNames:
         "mlp.experts.{expert}.up_proj",
     )
     down: str = "mlp.experts.{expert}.down_proj"
+    latent: tuple[str, ...] = ()
+    """Linear layers from the hidden size to that of the experts, and back, where they differ."""
     shared_up: tuple[str, ...] = ()
     """Names of a shared expert's parts, if there is one."""
     shared_down: str = ""
     shared_gate: str = ""
     selection_bias: str = ""
+    is_selection_bias_row: bool = False
+    """Whether the tensor is [1, num_experts]."""
     stacked: tuple[StackedExperts, ...] = ()
     """Tensors of all experts that checkpoints may have, in addition to those of transformers 5."""
 
@@ -52,6 +56,11 @@ class ExpertNames:
         forms = (
             StackedExperts(tensor=up, parts=tuple(f"{part}.weight" for part in self.up)),
             StackedExperts(tensor=down, parts=(f"{self.down}.weight",)),
+            # Of GGUF files, which have one for each projection.
+            *(
+                StackedExperts(tensor=part.replace(".{expert}", ""), parts=(f"{part}.weight",))
+                for part in self.up
+            ),
         )
         return (*self.stacked, *(form for form in forms if form.tensor not in own))
 
@@ -64,7 +73,7 @@ class DecoderNames:
     """
 
     root: str = "model."
-    """Prefix of all names but the lm_head's. Checkpoints of a decoder alone leave it out."""
+    """Prefix of all names but those of heads. Checkpoints of a decoder alone leave it out."""
     other_roots: tuple[str, ...] = ()
     """Prefixes that some checkpoints have instead, such as those of a multimodal wrapper."""
     embedding: str = "embed_tokens"
@@ -93,6 +102,8 @@ class DecoderNames:
     other_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """How names within a layer begin, by how they do in some checkpoints instead."""
     lm_head: str = "lm_head"
+    score: str = "score"
+    """Classification head."""
     other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The names above by those that some checkpoints have instead, for parts outside the layers."""
     ignored: str = r".*rotary_emb\.inv_freq"
@@ -117,7 +128,7 @@ class DecoderNames:
             return None
         firsts = (
             *(self.embedding, self.embedding_norm, self.positions, self.layers),
-            *(*self.embedding_projections, self.final_norm, self.lm_head),
+            *(*self.embedding_projections, self.final_norm, self.lm_head, self.score),
         )
         for root in (*self.other_roots, self.root, ""):
             bare = tensor.removeprefix(root)
@@ -127,7 +138,7 @@ class DecoderNames:
                 bare = own + bare.removeprefix(first)
                 if own == self.layers:
                     bare = self._with_own_part(bare)
-                return bare if own == self.lm_head else self.root + bare
+                return bare if own in (self.lm_head, self.score) else self.root + bare
         return tensor
 
     def outer_paths(self, name: str) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from loraplex.models.decoder_names import DecoderNames, ExpertNames
 from loraplex.models.linear_group import LinearGroup
 from loraplex.models.spec import (
     DOWN,
+    LATENT_INPUT,
+    LATENT_OUTPUT,
     ROUTER,
     SHARED_DOWN,
     SHARED_GATE,
@@ -31,6 +33,8 @@ class ExpertTraits:
     """Inner size of each expert; None: that of a dense layer."""
     activation: Activation | None = None
     """None: that of a dense layer."""
+    latent_size: int = 0
+    """Size of what the experts read and give; 0: the hidden size."""
     shared_size: int = 0
     """Inner size of the shared expert; 0: there is none."""
     dense_layers: frozenset[int] = frozenset()
@@ -48,6 +52,8 @@ SHARED_GATE_MODULE: Final = "shared_expert_gate"
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts")
 """Names of one field: files that transformers 5 saves may have another than published ones."""
 _NUM_CHOSEN: Final = "num_experts_per_tok"
+_DENSE: Final = "dense"
+"""Value of mlp_layer_types."""
 
 
 def read_routing(
@@ -76,6 +82,42 @@ def read_routing(
     )
 
 
+def read_grouped_routing(fields: ConfigFields, mode: RoutingMode) -> RoutingRules:
+    """Read a choice of experts as DeepSeek names its fields. Raises ConfigError."""
+    num_experts, num_chosen = fields.integer("n_routed_experts"), fields.integer(_NUM_CHOSEN)
+    num_groups, num_chosen_groups = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    for name, value, limit_name, limit in (
+        (_NUM_CHOSEN, num_chosen, "n_routed_experts", num_experts),
+        ("topk_group", num_chosen_groups, "n_group", num_groups),
+    ):
+        if value > limit:
+            raise ConfigError(
+                f"{fields.source}: {name} must be at most {limit_name} ({limit}), got {value}"
+            )
+    if num_experts % num_groups:
+        raise ConfigError(
+            f"{fields.source}: n_routed_experts ({num_experts}) must be a multiple of n_group "
+            f"({num_groups})"
+        )
+    return RoutingRules(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        mode=mode,
+        normalizes=fields.boolean("norm_topk_prob", False),
+        factor=fields.positive("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        num_chosen_groups=num_chosen_groups,
+    )
+
+
+def dense_first_layers(fields: ConfigFields) -> frozenset[int]:
+    """Return the layers without experts: those that mlp_layer_types names, or the first ones."""
+    types = fields.layer_types((_DENSE, "sparse"), "mlp_layer_types")
+    if types:
+        return frozenset(index for index, kind in enumerate(types) if kind == _DENSE)
+    return frozenset(range(fields.optional_integer("first_k_dense_replace") or 0))
+
+
 def equal_parts(size: int, number: int) -> tuple[int, ...]:
     """Return the sizes of so many equal parts."""
     return (size // number,) * number
@@ -92,6 +134,7 @@ def with_experts(
         activation=traits.activation or feed_forward.activation,
         routing=traits.routing,
         selection_bias=prefix + bias if bias else "",
+        is_selection_bias_row=names.experts.is_selection_bias_row,
     )
 
 
@@ -107,19 +150,27 @@ def expert_groups(
     feed_forward: of the layer. group: makes one of this layer.
     """
     inner_size, num_experts = feed_forward.inner_size, traits.routing.num_experts
-    experts = (EXPERT_UP_MODULES, num_experts), ((EXPERT_DOWN_MODULE,), num_experts)
-    up_parts = dict.fromkeys(EXPERT_UP_MODULES, inner_size)
+    size = traits.latent_size or hidden_size
+    first_part = int(not feed_forward.is_gated)
+    up_parts = dict.fromkeys(EXPERT_UP_MODULES[first_part:], inner_size)
+    experts = (tuple(up_parts), num_experts), ((EXPERT_DOWN_MODULE,), num_experts)
     groups = {
         ROUTER: group(ROUTER, (names.router,), (num_experts,), hidden_size, (ROUTER_MODULE,)),
-        UP: group(UP, names.up, (inner_size,) * 2, hidden_size, *experts[0], parts=up_parts),
-        DOWN: group(DOWN, (names.down,), (hidden_size,), inner_size, *experts[1]),
+        UP: group(UP, names.up, tuple(up_parts.values()), size, *experts[0], parts=up_parts),
+        DOWN: group(DOWN, (names.down,), (size,), inner_size, *experts[1]),
     }
+    if traits.latent_size:
+        first, last = names.latent
+        groups |= {
+            LATENT_INPUT: group(LATENT_INPUT, (first,), (size,), hidden_size),
+            LATENT_OUTPUT: group(LATENT_OUTPUT, (last,), (hidden_size,), size),
+        }
     if not traits.shared_size:
         return groups
+    parts = dict.fromkeys(SHARED_UP_MODULES[first_part:], traits.shared_size)
     num_layers = len(names.shared_up)
-    modules = SHARED_UP_MODULES if num_layers == 2 else (FUSED_SHARED_UP_MODULE,)
-    sizes = equal_parts(2 * traits.shared_size, num_layers)
-    parts = dict.fromkeys(SHARED_UP_MODULES, traits.shared_size)
+    modules = tuple(parts) if num_layers == len(parts) else (FUSED_SHARED_UP_MODULE,)
+    sizes = equal_parts(sum(parts.values()), num_layers)
     down = (SHARED_DOWN, (names.shared_down,), (hidden_size,), traits.shared_size)
     groups |= {
         SHARED_UP: group(SHARED_UP, names.shared_up, sizes, hidden_size, modules, parts=parts),

@@ -96,6 +96,12 @@ class Traits:
     """Kind of the norms of query and key heads; None: none."""
     normalizes_heads_together: bool = False
     """Whether these norms are of all heads at once."""
+    normalizes_after_rotation: bool = False
+    """AttentionSpec.normalizes_after_rotation"""
+    has_output_gate: bool = False
+    """AttentionSpec.output_gate"""
+    is_causal: bool = True
+    """AttentionSpec.is_causal"""
     has_weights_per_head: bool = False
     """Whether each head has weights of its own in these norms."""
     head_order: tuple[int, ...] = ()
@@ -125,7 +131,7 @@ def read_decoder(fields: ConfigFields, architecture: str, traits: Traits) -> Mod
     ropes = traits.ropes or _read_ropes(fields, traits, attention.head_dim, max_positions)
     feed_forward = FeedForwardSpec(
         inner_size=fields.integer("intermediate_size"),
-        activation=traits.activation or _read_activation(fields),
+        activation=traits.activation or read_activation(fields),
         is_gated=traits.is_gated,
     )
     norm = dataclasses.replace(traits.norm, eps=fields.number("rms_norm_eps", traits.norm.eps))
@@ -184,6 +190,9 @@ def _read_attention(fields: ConfigFields, traits: Traits, hidden_size: int) -> A
         soft_cap=traits.score_soft_cap,
         alibi_slopes=traits.alibi_slopes,
         head_order=traits.head_order,
+        output_gate=traits.has_output_gate,
+        normalizes_after_rotation=traits.normalizes_after_rotation,
+        is_causal=traits.is_causal,
     )
 
 
@@ -222,7 +231,7 @@ def build_layer(
     """
     names = traits.names
     prefix = names.layer(index)
-    sizes = (attention.q_size, attention.kv_size, attention.kv_size)
+    sizes = (attention.q_outputs, attention.kv_size, attention.kv_size)
     qkv_sizes = (sum(sizes),) if len(names.qkv) == 1 else sizes
     heads = {} if attention.head_order else dict(zip(QKV_PARTS, sizes, strict=True))
     group = functools.partial(_linear_group, traits, prefix)
@@ -326,22 +335,8 @@ def _with_head_norms(attention: AttentionSpec, traits: Traits, prefix: str) -> A
 
 def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool, ...]:
     """Read from `layer_types` which layers have a window. default: of files without the field."""
-    layer_types = fields.texts("layer_types")
-    if not layer_types:
-        return tuple(default)
-    num_layers = fields.num_layers
-    if len(layer_types) != num_layers:
-        raise ConfigError(
-            f"{fields.source}: layer_types has {len(layer_types)} entries, "
-            f"num_hidden_layers is {num_layers}"
-        )
-    for kind in layer_types:
-        if kind not in LAYER_TYPES:
-            raise UnsupportedModelError(
-                f"{fields.source}: layer type {kind!r} is not supported; "
-                f"supported: {', '.join(LAYER_TYPES)}"
-            )
-    return tuple(kind == SLIDING_ATTENTION for kind in layer_types)
+    types = fields.layer_types(LAYER_TYPES)
+    return tuple(kind == SLIDING_ATTENTION for kind in types) or tuple(default)
 
 
 def refuse_fields(fields: ConfigFields, *, has_experts: bool = False) -> None:
@@ -366,7 +361,7 @@ def require_switches(fields: ConfigFields, values: Mapping[str, bool | str]) -> 
             raise UnsupportedModelError(f"{fields.source}: {name} {shown} is not supported")
 
 
-def _read_activation(fields: ConfigFields) -> Activation:
+def read_activation(fields: ConfigFields) -> Activation:
     """Read `hidden_act`. Raises UnsupportedModelError for one that no kernel computes."""
     name = fields.text("hidden_act", "silu")
     if name not in _ACTIVATIONS:
@@ -426,6 +421,17 @@ def windows_by_switch(
         int(window) if is_sliding and window is not None else None
         for is_sliding in sliding_layers(fields, default)
     )
+
+
+def reading_later_positions(spec: ModelSpec) -> ModelSpec:
+    """Return the model as transformers has it where config.json has `is_causal` false."""
+
+    def changed(attention: AttentionSpec, _layer: int) -> AttentionSpec:
+        # Its window for both directions is one longer than that for earlier positions alone.
+        window = None if attention.window is None else attention.window + 1
+        return dataclasses.replace(attention, is_causal=False, window=window)
+
+    return spec.map_mixers(AttentionSpec, changed)
 
 
 def ropes_of_windows(

@@ -8,6 +8,8 @@ from loraplex.models.mixers.mixer import LayerPlace, MixerInputs, Part
 from loraplex.models.parameters import SELECTION_BIAS, LayerParameters
 from loraplex.models.spec import (
     DOWN,
+    LATENT_INPUT,
+    LATENT_OUTPUT,
     ROUTER,
     SHARED_DOWN,
     SHARED_GATE,
@@ -68,10 +70,14 @@ class ExpertFeedForward:
         self._down = place.linear(DOWN, parameters, kernels)
         plain = {
             name: place.linear(name, parameters, kernels)
-            for name in (ROUTER, SHARED_UP, SHARED_DOWN, SHARED_GATE)
+            for name in (
+                *(ROUTER, LATENT_INPUT, LATENT_OUTPUT),
+                *(SHARED_UP, SHARED_DOWN, SHARED_GATE),
+            )
             if name in place.linears
         }
         self._router = plain[ROUTER]
+        self._latent_input, self._latent_output = plain.get(LATENT_INPUT), plain.get(LATENT_OUTPUT)
         self._shared_up, self._shared_down = plain.get(SHARED_UP), plain.get(SHARED_DOWN)
         self._shared_gate = plain.get(SHARED_GATE)
 
@@ -81,9 +87,16 @@ class ExpertFeedForward:
         """x [T, hidden] -> [T, hidden]."""
         logits = self._router.forward(x, lora)
         routes = self._kernels.route(logits, self._rules, self._selection_bias)
-        inner = self._activate(self._up.forward_pairs(x, lora, routes), self._activation)
+        latent = x if self._latent_input is None else self._latent_input.forward(x, lora)
+        inner = self._activate(self._up.forward_pairs(latent, lora, routes), self._activation)
         y = self._down.forward_pairs(inner, lora, routes)
-        return self._kernels.combine_experts(y, routes, *self._shared(x, lora))
+        shared, gate = self._shared(x, lora)
+        if self._latent_output is None:
+            return self._kernels.combine_experts(y, routes, shared, gate)
+        combined = self._kernels.combine_experts(y, routes)
+        wide = self._latent_output.forward(combined, lora)
+        assert gate is None, "no family has both"
+        return wide if shared is None else self._kernels.add(wide, shared)
 
     def _shared(
         self, x: torch.Tensor, lora: LoraBatch | None

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.gguf import BlockType, GgufFile, part_name
-from loraplex.core.gguf_names import END_TEXTS, LONG_ROPE, ROPE_FACTORS, family_of
+from loraplex.core.gguf_names import END_TEXTS, LONG_ROPE, ROPE_FACTORS, family_of, num_layers
 
 _BITS_IN_MEMORY: Final = {
     BlockType.Q4_0: 4 + 32 / 32,
@@ -122,10 +122,139 @@ def _phi_3(keys: _Keys) -> Fields:
     return {"sliding_window": window if window < 1 << 30 else None}
 
 
+def _qwen_35(keys: _Keys) -> Fields:
+    """Return the fields of delta rules. Positions of images are not served, so neither is mrope."""
+    head_dim, num_values = keys.integer("attention.key_length"), keys.integer("ssm.time_step_rank")
+    rotary_dim = keys.integer("rope.dimension_count", head_dim // 4)
+    return {
+        "full_attention_interval": keys.integer("full_attention_interval", 4),
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_value_head_dim": keys.integer("ssm.inner_size") // num_values,
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "partial_rotary_factor": rotary_dim / head_dim,
+    }
+
+
+def _qwen_35_moe(keys: _Keys) -> Fields:
+    return {
+        **_qwen_35(keys),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+    }
+
+
+def _granite_hybrid(keys: _Keys) -> Fields:
+    num_heads, inner_size = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    metadata, name = keys.file.metadata, keys.architecture
+    types = ["attention" if heads else "mamba" for heads in _kv_heads(keys)]
+    has_experts = bool(metadata.get(f"{name}.expert_count"))
+    return {
+        "layer_types": types[: _num_layers(keys)],
+        "position_embedding_type": "rope"
+        if metadata.get(f"{name}.rope.scaling.finetuned")
+        else None,
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner_size // num_heads,
+        "mamba_n_groups": keys.integer("ssm.group_count"),
+        "mamba_d_state": keys.integer("ssm.state_size"),
+        "mamba_d_conv": keys.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": any(tensor.endswith("ssm_conv1d.bias") for tensor in keys.file.tensors),
+        "attention_multiplier": keys.number("attention.scale", 1.0),
+        "embedding_multiplier": keys.number("embedding_scale", 1.0),
+        "residual_multiplier": keys.number("residual_scale", 1.0),
+        "logits_scaling": keys.number("logit_scale", 1.0),
+        "num_local_experts": keys.integer("expert_count") if has_experts else 0,
+        "num_experts_per_tok": keys.integer("expert_used_count") if has_experts else None,
+        "shared_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+    }
+
+
+def _nemotron_h(keys: _Keys) -> Fields:
+    """Return the fields of a model whose layers each are one part."""
+    num_heads, inner_size = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    metadata, name = keys.file.metadata, keys.architecture
+    has_experts = bool(metadata.get(f"{name}.expert_count"))
+    found = metadata.get(f"{name}.feed_forward_length")
+    sizes = found if isinstance(found, list) else []
+    if not all(type(size) is int and size >= 0 for size in sizes) or not any(sizes):
+        raise ConfigError(
+            f"{keys.file.path}: metadata {name}.feed_forward_length must have a size for each layer"
+        )
+    letter = "E" if has_experts else "-"
+    pattern = [
+        "*" if heads else letter if size else "M"
+        for heads, size in zip(_kv_heads(keys), sizes, strict=False)
+    ]
+    fields: Fields = {
+        "hybrid_override_pattern": "".join(pattern[: _num_layers(keys)]),
+        "intermediate_size": max(sizes),
+        "layer_norm_epsilon": keys.number("attention.layer_norm_rms_epsilon"),
+        "mamba_num_heads": num_heads,
+        "mamba_head_dim": inner_size // num_heads,
+        "n_groups": keys.integer("ssm.group_count"),
+        "ssm_state_size": keys.integer("ssm.state_size"),
+        "conv_kernel": keys.integer("ssm.conv_kernel"),
+        "use_conv_bias": any(tensor.endswith("ssm_conv1d.bias") for tensor in keys.file.tensors),
+    }
+    if not has_experts:
+        return fields
+    return fields | {
+        "n_routed_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "norm_topk_prob": bool(metadata.get(f"{name}.expert_weights_norm", True)),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.get(f"{name}.moe_latent_size"),
+    }
+
+
+def _lfm_2(keys: _Keys) -> Fields:
+    tensors = keys.file.tensors
+    convolves = [
+        f"blk.{layer}.shortconv.conv.weight" in tensors for layer in range(_num_layers(keys))
+    ]
+    return {
+        "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "layer_types": ["conv" if one else "full_attention" for one in convolves],
+        "conv_L_cache": keys.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm_2_moe(keys: _Keys) -> Fields:
+    """Return the fields of experts, whose weights llama.cpp always divides by their sum."""
+    metadata, name = keys.file.metadata, keys.architecture
+    biases = [tensor for tensor in keys.file.tensors if tensor.endswith("exp_probs_b.bias")]
+    return {
+        **_lfm_2(keys),
+        "num_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "num_dense_layers": metadata.get(f"{name}.leading_dense_block_count", 0),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "use_expert_bias": bool(biases),
+    }
+
+
 _MORE: Final[Mapping[str, Callable[[_Keys], Fields]]] = {
+    "lfm2": _lfm_2,
+    "lfm2moe": _lfm_2_moe,
     "gemma2": _gemma_2,
     "gemma3": _gemma_3,
     "phi3": _phi_3,
+    "qwen35": _qwen_35,
+    "qwen35moe": _qwen_35_moe,
+    "qwen3next": _qwen_35_moe,
+    "granitehybrid": _granite_hybrid,
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
 }
 """Fields of config.json that only an architecture has."""
 
@@ -141,10 +270,10 @@ def hugging_face_config(file: GgufFile) -> Fields:
         "architectures": [family.architectures[0]],
         "vocab_size": embedding.shape[0],
         "hidden_size": size,
-        "intermediate_size": keys.integer("feed_forward_length"),
+        "intermediate_size": _inner_size(keys),
         "num_hidden_layers": _num_layers(keys),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": max(_kv_heads(keys) or [heads]),
         "head_dim": keys.integer("attention.key_length", size // heads),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": keys.number("rope.freq_base", 10_000.0),
@@ -159,6 +288,34 @@ def hugging_face_config(file: GgufFile) -> Fields:
     if family.name in _MORE:
         fields |= _MORE[family.name](keys)
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _inner_size(keys: _Keys) -> int | None:
+    """Return the inner size of feed-forward parts; None: it differs between layers.
+
+    A model whose layers all have experts has no size of another part.
+    """
+    metadata, name = keys.file.metadata, keys.architecture
+    if isinstance(metadata.get(f"{name}.feed_forward_length"), list):
+        return None
+    has_experts = f"{name}.expert_feed_forward_length" in metadata
+    default = keys.integer("expert_feed_forward_length") if has_experts else None
+    return keys.integer("feed_forward_length", default)
+
+
+def _kv_heads(keys: _Keys) -> list[int]:
+    """Return the KV heads of each layer, or one number for all; nothing: the query heads."""
+    name = "attention.head_count_kv"
+    value = keys.file.metadata.get(f"{keys.architecture}.{name}")
+    if not isinstance(value, list):
+        return [] if value is None else [keys.integer(name)]
+    is_right = all(type(number) is int and number >= 0 for number in value)
+    if not is_right or len(value) != keys.integer("block_count") or not any(value):
+        raise ConfigError(
+            f"{keys.file.path}: metadata {keys.architecture}.{name} must have a number of heads "
+            "for each layer, and one that is not 0"
+        )
+    return value
 
 
 def _bits_in_memory(file: GgufFile) -> float:
@@ -182,7 +339,7 @@ def _num_layers(keys: _Keys) -> int:
             f"{keys.file.path}: metadata {keys.architecture}.block_count is {count}, but the file "
             f"has {stored} tensors"
         )
-    return count
+    return num_layers(keys.file) or count
 
 
 def _token_ids(file: GgufFile, vocab_size: int) -> Fields:

@@ -21,6 +21,13 @@ class OutputSpan(NamedTuple):
     def size(self) -> int:
         return self.end - self.first
 
+    def times(self, size: int) -> "OutputSpan":
+        """Return what things of so many outputs each have, if these are things."""
+        return OutputSpan(self.first * size, self.end * size)
+
+    def moved(self, distance: int) -> "OutputSpan":
+        return OutputSpan(self.first + distance, self.end + distance)
+
 
 class TensorShard(NamedTuple):
     """Place of a rank among those that share every layer."""
@@ -32,6 +39,12 @@ class TensorShard(NamedTuple):
 def share_of(total: int, rank: int, size: int) -> OutputSpan:
     """Return the rank's share of `total` things; shares differ by at most one."""
     return OutputSpan(total * rank // size, total * (rank + 1) // size)
+
+
+def share_or_copy(total: int, rank: int, size: int) -> OutputSpan:
+    """Return the rank's share; of fewer things than ranks, neighbours have a copy of one each."""
+    first = total * rank // size
+    return OutputSpan(first, max(first + 1, total * (rank + 1) // size))
 
 
 class Share(NamedTuple):
@@ -57,12 +70,16 @@ class LinearGroup:
     The names are those that adapters have for a part that is a layer of its own. Empty: the outputs
     are not in such an order.
     """
+    head_parts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Outputs of each part of one head, where those of a head lie together; names as in `parts`."""
     head_dim: int | None = None
     """Number of outputs of one head; None: the outputs are no heads'."""
     num_experts: int | None = None
     """Number of experts that each have these layers; None: they are no experts'."""
     is_row: bool = False
     """Whether ranks divide the inputs and add their results; the others divide the outputs."""
+    is_taken_apart: bool = False
+    """Whether a mixer also keeps the weight cut by heads, in the model's type."""
     part: "GroupPart | None" = None
     """What of the checkpoint's layers these are; None: all."""
 
@@ -76,6 +93,19 @@ class LinearGroup:
         return tuple(itertools.accumulate(self.outputs.values(), initial=0))[:-1]
 
     @property
+    def num_key_heads(self) -> int:
+        """Number of key heads of a delta rule whose inputs these are; 0: they are no such."""
+        keys = self.parts.get("in_proj_k", 0)
+        return keys // self.head_dim if keys and self.head_dim else 0
+
+    @property
+    def num_split_heads(self) -> int:
+        """Number of heads that have `head_parts`; 0: outputs are in no such order."""
+        if not self.head_parts:
+            return 0
+        return sum(self.outputs.values()) // sum(self.head_parts.values())
+
+    @property
     def part_spans(self) -> Sequence[OutputSpan]:
         """Outputs of each part."""
         ends = itertools.accumulate(self.parts.values(), initial=0)
@@ -83,7 +113,14 @@ class LinearGroup:
 
     @property
     def fused_modules(self) -> Mapping[str, Mapping[str, int]]:
-        """Parts of each module that computes several of them."""
+        """Parts of each module that computes several of them.
+
+        Those of a module with `num_split_heads` do not lie side by side.
+        """
+        if self.head_parts:
+            heads = self.num_split_heads
+            parts = {name: heads * size for name, size in self.head_parts.items()}
+            return dict.fromkeys(self.modules, parts)
         fused = {}
         for module, first in zip(self.modules, self.first_outputs, strict=True):
             own = OutputSpan(first, first + self.outputs[module])

@@ -1,6 +1,7 @@
 """Weights of a decoder: its tensors, and the checkpoint tensors that they are made of."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol, overload
 
@@ -11,6 +12,7 @@ from loraplex.models.linear_group import LinearGroup, OutputSpan
 from loraplex.models.spec import (
     ROUTER,
     SHARED_GATE,
+    EncoderSpec,
     LayerSpec,
     ModelSpec,
 )
@@ -39,17 +41,30 @@ class LayerParameters:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class EncoderParameters:
+    """Weights of an encoder, which has no token embedding of its own."""
+
+    embedding_norm: NormParameters | None
+    positions: torch.Tensor | None  # [longest_input, hidden], where they are not rotated or biased
+    layers: tuple[LayerParameters, ...]
+    final_norm: NormParameters | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DecoderParameters:
     embedding: torch.Tensor
     """[vocab_size, hidden or embedding_size]; no rows after the first stage or if it is packed."""
     packed_embedding: PackedLinear | None
-    """The same as a layer of vocab_size outputs, where it is stored like that."""
+    """The same as a layer of vocab_size outputs: stored like that, or lm_head itself."""
     projections: tuple[PackedLinear, ...]  # ModelSpec.embedding_size to hidden, and back; or none
     embedding_norm: NormParameters | None
     positions: torch.Tensor | None  # [max_position_embeddings, hidden], where they are learned
     layers: tuple[LayerParameters, ...]
     final_norm: NormParameters
-    lm_head: PackedLinear | None  # out: vocab_size; packed from the embedding if they are tied
+    lm_head: PackedLinear | None
+    """Out: vocab_size; packed from the embedding if they are tied."""
+    score: torch.Tensor | None = None  # [num_labels, hidden or embedding_size] float32
+    encoder: EncoderParameters | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,13 +79,17 @@ class LinearPlace:
     """Outputs by the part's name, in order."""
     in_features: int
     has_bias: bool = False
+    bias: str = ""
+    """Full name of a tensor [1, out] that is the bias of the only part; empty: the part's."""
     is_lm_head: bool = False
     is_embedding: bool = False
-    """Whether single rows of the weight are read, not products with it."""
+    """Whether single rows of the weight are read; with is_lm_head products as well."""
     is_choice: bool = False
     """Whether the outputs choose and weigh experts: a small error may choose other ones."""
     has_unit_rows: bool = False
     """Whether each row of the weight is divided by its length."""
+    is_taken_apart: bool = False
+    """LinearGroup.is_taken_apart"""
     is_transposed: bool = False
     num_experts: int | None = None
     """Number of experts that each have these parts, under names with {expert} for the number.
@@ -140,7 +159,9 @@ class ParameterSource(Protocol):
         ...
 
     def linear(self, place: LinearPlace) -> PackedLinear:
-        """Return the layer, packed; None for an embedding whose rows are to be a tensor."""
+        """Return the layer, packed; None for an embedding whose rows are to be a tensor, also for
+        one that is lm_head as well.
+        """
         ...
 
 
@@ -155,7 +176,11 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
     lm_head = embedding if spec.tie_word_embeddings else names.lm_head
     packed_embedding = None
     if spec.is_first_stage:
-        packed_embedding = source.linear(LinearPlace({embedding: vocab}, size, is_embedding=True))
+        place = LinearPlace(
+            {embedding: vocab}, size, is_lm_head=spec.has_shared_head, is_embedding=True
+        )
+        packed_embedding = source.linear(place)
+    shared = packed_embedding if spec.has_shared_head else None
     has_rows = spec.is_first_stage and packed_embedding is None
     return DecoderParameters(
         embedding=source.tensor(f"{embedding}.weight", (vocab, size), None if has_rows else 0),
@@ -165,18 +190,35 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
         positions=_build_positions(spec, source),
         layers=tuple(_build_layer(spec, layer, source) for layer in spec.layers),
         final_norm=_build_norm(spec.final_norm, source),
-        lm_head=source.linear(
+        lm_head=shared
+        if shared is not None or not (spec.is_last_stage and spec.has_lm_head)
+        else source.linear(
             LinearPlace(
                 {lm_head: vocab},
                 size,
-                spec.has_lm_head_bias,
+                spec.has_lm_head_bias or bool(spec.logits_bias),
+                spec.logits_bias,
                 is_lm_head=True,
                 has_unit_rows=spec.has_unit_lm_head,
                 own_outputs=None if spec.own_logits is None else ((spec.own_logits,),),
             )
-        )
-        if spec.is_last_stage
+        ),
+        score=source.tensor(f"{names.score}.weight", (spec.num_labels, size)).float()
+        if spec.num_labels and spec.is_last_stage
         else None,
+        # Last, so that the order of other models' weights stays.
+        encoder=None if spec.encoder is None else _build_encoder(spec, spec.encoder, source),
+    )
+
+
+def _build_encoder(
+    spec: ModelSpec, encoder: EncoderSpec, source: ParameterSource
+) -> EncoderParameters:
+    return EncoderParameters(
+        embedding_norm=_build_norm(encoder.embedding_norm, source),
+        positions=_position_table(spec, encoder.positions, encoder.longest_input, source),
+        layers=tuple(_build_layer(spec, layer, source) for layer in encoder.layers),
+        final_norm=_build_norm(encoder.final_norm, source),
     )
 
 
@@ -194,9 +236,35 @@ def _build_projections(spec: ModelSpec, source: ParameterSource) -> tuple[Packed
 def _build_positions(spec: ModelSpec, source: ParameterSource) -> torch.Tensor | None:
     if not (spec.has_position_table and spec.is_first_stage):
         return None
-    name = f"{spec.names.root}{spec.names.positions}.weight"
-    num_rows = spec.position_offset + spec.max_position_embeddings
-    return source.tensor(name, (num_rows, spec.hidden_size))[spec.position_offset :]
+    name = spec.names.root + spec.names.positions
+    return _position_table(spec, name, spec.max_position_embeddings, source)
+
+
+def _position_table(
+    spec: ModelSpec, path: str, num_positions: int, source: ParameterSource
+) -> torch.Tensor | None:
+    """Return vectors [num_positions, hidden] that are read or computed; None: there are none."""
+    size, offset = spec.hidden_size, spec.position_offset
+    if spec.sinusoid_step:
+        # A tensor without rows has the type and the device of the model's tensors.
+        like = source.tensor(
+            f"{spec.names.root}{spec.names.embedding}.weight", (spec.vocab_size, size), 0
+        )
+        return sinusoids(num_positions, offset, size, spec.sinusoid_step).to(like)
+    if not path:
+        return None
+    return source.tensor(f"{path}.weight", (offset + num_positions, size))[offset:]
+
+
+def sinusoids(num_positions: int, offset: int, size: int, step: float) -> torch.Tensor:
+    """Return sines, then cosines, of the positions from offset on [num_positions, size].
+
+    Angle i of position p is p * 10000 ** (-i / step), as transformers has it.
+    """
+    half = size // 2
+    positions = torch.arange(offset, offset + num_positions, dtype=torch.float64).unsqueeze(1)
+    angles = positions * torch.exp(torch.arange(half).double() * (-math.log(10_000.0) / step))
+    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
 
 
 def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> LayerParameters:
@@ -208,6 +276,7 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
             whole.has_bias,
             is_choice=name in (ROUTER, SHARED_GATE),
             is_transposed=spec.names.has_transposed_weights,
+            is_taken_apart=whole.is_taken_apart,
             num_experts=whole.num_experts,
             own_outputs=None if part is None else tuple(part.outputs.values()),
             own_inputs=None if part is None else part.inputs,
@@ -228,9 +297,10 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
                 tensors[name] = _build_tensor(each, source)
     feed_forward = layer.feed_forward
     if feed_forward is not None and feed_forward.routing and feed_forward.selection_bias:
-        shape = (feed_forward.routing.num_experts,)
+        rows = (1,) if feed_forward.is_selection_bias_row else ()
+        shape = (*rows, feed_forward.routing.num_experts)
         bias = TensorSpec(feed_forward.selection_bias, shape)
-        tensors[SELECTION_BIAS] = _build_tensor(bias, source)
+        tensors[SELECTION_BIAS] = _build_tensor(bias, source).flatten()
     return LayerParameters(norms, linears, tensors)
 
 
@@ -300,6 +370,8 @@ class _Shapes:
         self.places.append(place)
         for part, size in place.stored_parts():
             self.by_name[f"{part}.weight"] = place.stored_shape(size)
-            if place.has_bias:
+            if place.bias:
+                self.by_name[place.bias] = (1, size)
+            elif place.has_bias:
                 self.by_name[f"{part}.bias"] = (size,)
         return None

@@ -1,31 +1,45 @@
 """Which architectures are served, and how a model folder becomes a ModelSpec. Free of torch."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.models.class_format import num_labels
 from loraplex.models.config_fields import ConfigFields, read_fields
+from loraplex.models.encoder_decoder_config import read_first_ids
 from loraplex.models.engine_folder import model_fields
 from loraplex.models.families import (
+    arcee,
     baichuan,
+    bamba,
+    bart,
     bloom,
     cohere,
+    deepseek,
+    ernie,
+    exaone4,
     falcon,
     gemma,
     glm4,
+    glm4_moe,
     gpt2,
     gpt_neox,
     gpt_oss,
     gptj,
     granite,
+    hunyuan,
     internlm,
+    lfm2,
     llama,
+    minimax,
     mistral,
     mistral3,
     mixtral,
+    nemotron_h,
     olmo,
     olmoe,
     opt,
@@ -34,11 +48,17 @@ from loraplex.models.families import (
     phimoe,
     qwen2,
     qwen3,
+    qwen_hybrid,
     qwen_moe,
     qwen_vl,
+    seed_oss,
     smollm3,
     starcoder2,
+    t5,
 )
+from loraplex.models.family_config import reading_later_positions
+from loraplex.models.nearest_family import nearest_family
+from loraplex.models.sentence_transformers import read_vector_layers
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stored_format import read_stored_format
 
@@ -80,6 +100,9 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         granite.ARCHITECTURE: granite.read_config,
         granite.ARCHITECTURE_MOE: granite.read_config_moe,
         granite.ARCHITECTURE_MOE_SHARED: granite.read_config_moe_shared,
+        granite.ARCHITECTURE_HYBRID: granite.read_config_hybrid,
+        nemotron_h.ARCHITECTURE: nemotron_h.read_config,
+        bamba.ARCHITECTURE: bamba.read_config,
         phimoe.ARCHITECTURE: phimoe.read_config,
         phimoe.ARCHITECTURE_PUBLISHED: phimoe.read_config,
         gpt_oss.ARCHITECTURE: gpt_oss.read_config,
@@ -88,21 +111,111 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         glm4.ARCHITECTURE: glm4.read_config,
         qwen_vl.ARCHITECTURE_2_5: qwen_vl.read_config_2_5,
         qwen_vl.ARCHITECTURE_3: qwen_vl.read_config_3,
+        qwen_hybrid.ARCHITECTURE_3_5: qwen_hybrid.read_config_3_5,
+        qwen_hybrid.WRAPPER_3_5: qwen_hybrid.read_wrapper_3_5,
+        qwen_hybrid.ARCHITECTURE_3_5_MOE: qwen_hybrid.read_config_3_5_moe,
+        qwen_hybrid.WRAPPER_3_5_MOE: qwen_hybrid.read_wrapper_3_5_moe,
+        qwen_hybrid.ARCHITECTURE_NEXT: qwen_hybrid.read_config_next,
+        bart.ARCHITECTURE: bart.read_config,
+        bart.ARCHITECTURE_MBART: bart.read_config_mbart,
+        bart.ARCHITECTURE_M2M100: bart.read_config_m2m100,
+        bart.ARCHITECTURE_MARIAN: bart.read_config_marian,
+        t5.ARCHITECTURE: t5.read_config,
+        t5.ARCHITECTURE_MT5: t5.read_config_mt5,
+        t5.ARCHITECTURE_UMT5: t5.read_config_umt5,
+        deepseek.ARCHITECTURE_2: deepseek.read_config_2,
+        deepseek.ARCHITECTURE_3: deepseek.read_config_3,
+        deepseek.ARCHITECTURE_3_2: deepseek.read_config_3_2,
+        deepseek.WRAPPER_KIMI: deepseek.read_wrapper_kimi,
+        deepseek.WRAPPER_KIMI_SAVED: deepseek.read_wrapper_kimi,
+        deepseek.ARCHITECTURE_GLM_FLASH: deepseek.read_config_glm_flash,
+        deepseek.ARCHITECTURE_GLM_5: deepseek.read_config_glm_5,
+        lfm2.ARCHITECTURE: lfm2.read_config,
+        lfm2.ARCHITECTURE_MOE: lfm2.read_config_moe,
+        seed_oss.ARCHITECTURE: seed_oss.read_config,
+        arcee.ARCHITECTURE: arcee.read_config,
+        hunyuan.ARCHITECTURE: hunyuan.read_config,
+        exaone4.ARCHITECTURE: exaone4.read_config,
+        ernie.ARCHITECTURE: ernie.read_config,
+        ernie.ARCHITECTURE_MOE: ernie.read_config_moe,
+        glm4_moe.ARCHITECTURE: glm4_moe.read_config,
+        glm4_moe.ARCHITECTURE_SOLAR: glm4_moe.read_config_solar,
+        minimax.ARCHITECTURE: minimax.read_config,
     }
 )
 
+_HEADLESS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "LlamaModel": llama.ARCHITECTURE,
+        "LlamaBidirectionalModel": llama.ARCHITECTURE,
+        "MistralModel": mistral.ARCHITECTURE,
+        "Qwen2Model": qwen2.ARCHITECTURE,
+        "Qwen3Model": qwen3.ARCHITECTURE,
+        "Gemma3TextModel": gemma.ARCHITECTURE_3,
+    }
+)
+"""Architectures of checkpoints without an output layer, by those that have it."""
+_EITHER_DIRECTION: Final = tuple(
+    name
+    for has_head in (llama, mistral, qwen2, qwen3)
+    for name in (has_head.ARCHITECTURE, has_head.ARCHITECTURE.replace("ForCausalLM", "Model"))
+)
+"""Architectures whose positions may read later ones, where config.json has `is_causal` false."""
+
+CLASSIFIERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "Gemma3TextForSequenceClassification": gemma.ARCHITECTURE_3,
+        "Qwen3_5TextForSequenceClassification": qwen_hybrid.ARCHITECTURE_3_5,
+        **{
+            re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", causal): causal
+            for causal in (
+                llama.ARCHITECTURE,
+                mistral.ARCHITECTURE,
+                mistral.ARCHITECTURE_MIXED,
+                qwen2.ARCHITECTURE,
+                qwen3.ARCHITECTURE,
+                gpt2.ARCHITECTURE,
+                gemma.ARCHITECTURE,
+                gemma.ARCHITECTURE_2,
+                phi.ARCHITECTURE,
+                gpt_neox.ARCHITECTURE,
+                starcoder2.ARCHITECTURE,
+                smollm3.ARCHITECTURE,
+                falcon.ARCHITECTURE,
+                bloom.ARCHITECTURE,
+                gptj.ARCHITECTURE,
+                opt.ARCHITECTURE,
+                phi3.ARCHITECTURE,
+                mistral3.ARCHITECTURE,
+                mixtral.ARCHITECTURE,
+                qwen_moe.ARCHITECTURE_2,
+                qwen_moe.ARCHITECTURE_3,
+                phimoe.ARCHITECTURE,
+                gpt_oss.ARCHITECTURE,
+                olmo.ARCHITECTURE_2,
+                olmo.ARCHITECTURE_3,
+                glm4.ARCHITECTURE,
+                qwen_hybrid.ARCHITECTURE_NEXT,
+                seed_oss.ARCHITECTURE,
+                arcee.ARCHITECTURE,
+                hunyuan.ARCHITECTURE,
+                exaone4.ARCHITECTURE,
+            )
+        },
+    }
+)
+"""Architectures of checkpoints with a classification head instead of an output layer, by those with
+the latter: all that transformers has for families of this package."""
+
 _LLAMA_4: Final = "its attention is in chunks, and it weighs what experts read, not what they give"
-_LATENT: Final = "its keys and values are stored as latent vectors"
-_RECURRENT: Final = "some of its layers have a recurrent state instead of attention"
+_SPEECH: Final = "its encoder reads sound, and only text is served"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "MllamaForConditionalGeneration": "its cross-attention layers read images",
         "Llama4ForConditionalGeneration": _LLAMA_4,
         "Llama4ForCausalLM": _LLAMA_4,
-        "DeepseekV2ForCausalLM": _LATENT,
-        "DeepseekV3ForCausalLM": _LATENT,
-        "Qwen3NextForCausalLM": _RECURRENT,
-        "Qwen3_5MoeForCausalLM": _RECURRENT,
+        "FalconH1ForCausalLM": "its layers have attention and a state space side by side",
+        "WhisperForConditionalGeneration": _SPEECH,
         "Phi3SmallForCausalLM": "it is not a Phi 3: its attention is sparse",
         "Phi4MMForCausalLM": "the adapters within it are chosen by images and sound",
     }
@@ -118,25 +231,58 @@ def read_config(folder: Path) -> ModelSpec:
     Raises ConfigError for a broken file, UnsupportedModelError for what is not served yet.
     """
     fields = model_fields(folder)
-    config = dataclasses.replace(
-        _family(fields)(fields), stored_format=read_stored_format(folder, fields)
-    )
+    name, read = _family(folder, fields)
+    config = dataclasses.replace(read(fields), stored_format=read_stored_format(folder, fields))
+    if not _is_causal(fields, name):
+        config = reading_later_positions(config)
+    if name not in ARCHITECTURES or not config.is_causal:
+        # What reads later positions predicts none.
+        config = dataclasses.replace(config, has_lm_head=False, tie_word_embeddings=False)
+    if name in CLASSIFIERS:
+        config = dataclasses.replace(config, num_labels=num_labels(fields))
+    size = config.embedding_size or config.hidden_size
+    config = dataclasses.replace(config, vector_layers=read_vector_layers(folder, size))
     generation_path = folder / "generation_config.json"
     if generation_path.is_file():
-        eos_token_ids = read_fields(generation_path).integers("eos_token_id")
+        generation = read_fields(generation_path)
+        eos_token_ids = generation.integers("eos_token_id")
         config = dataclasses.replace(config, eos_token_ids=eos_token_ids or config.eos_token_ids)
+        if config.encoder is not None:
+            first_ids = read_first_ids(generation, config.vocab_size, *config.encoder.first_ids)
+            encoder = dataclasses.replace(config.encoder, first_ids=first_ids)
+            config = dataclasses.replace(config, encoder=encoder)
     return config
 
 
-def _family(fields: ConfigFields) -> ReadConfig:
+def _is_causal(fields: ConfigFields, name: str) -> bool:
+    """Read `is_causal`. Raises UnsupportedModelError where a family does not compute it."""
+    text = fields.table("text_config")
+    if text is not None and not text.boolean("is_causal", True):
+        raise UnsupportedModelError(f"{text.source}: is_causal false is not supported")
+    if name == "LlamaBidirectionalModel":
+        return False
+    if fields.boolean("is_causal", True):
+        return True
+    if name not in _EITHER_DIRECTION:
+        raise UnsupportedModelError(
+            f"{fields.source}: is_causal false (positions read later ones) is not supported in "
+            f"{name}; supported: {', '.join(_EITHER_DIRECTION)}"
+        )
+    return False
+
+
+def _family(folder: Path, fields: ConfigFields) -> tuple[str, ReadConfig]:
+    """Return the checkpoint's architecture, and the reader of its family."""
     names = fields.texts("architectures")
     if not names:
         raise ConfigError(f"{fields.source}: architectures is missing")
-    read = ARCHITECTURES.get(names[0])
+    causal = {**_HEADLESS, **CLASSIFIERS}
+    read = ARCHITECTURES.get(causal.get(names[0], names[0]))
     if read is None:
         reason = f" ({_REASONS[names[0]]})" if names[0] in _REASONS else ""
         raise UnsupportedModelError(
             f"{fields.source}: architecture {names[0]} is not supported{reason}; "
-            f"supported: {', '.join(ARCHITECTURES)}"
+            f"{nearest_family(folder, names[0], fields, ARCHITECTURES)}; "
+            f"supported: {', '.join((*ARCHITECTURES, *causal))}"
         )
-    return read
+    return names[0], read

@@ -22,6 +22,7 @@ import torch
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.core.plan import RotationBorder
 from loraplex.models.batch import RotatedSpan
+from loraplex.models.rope_config import yarn_mscale
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.part import RopeConfig
 
@@ -160,10 +161,8 @@ def attention_scale(rope: RopeConfig) -> float:
             1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings)
         )
     if rope.mscale and rope.mscale_all_dim:
-        return _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(
-            rope.factor, rope.mscale_all_dim
-        )
-    return _yarn_mscale(rope.factor, 1.0)
+        return yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
+    return yarn_mscale(rope.factor, 1.0)
 
 
 def _growth(rope: RopeConfig, positions: torch.Tensor) -> torch.Tensor | float:
@@ -234,7 +233,3 @@ def _yarn_dimension(rope: RopeConfig, rotary_dim: int, num_turns: float) -> floa
     """The dimension whose frequency turns num_turns times within the original length."""
     wavelength = rope.original_max_position_embeddings / (num_turns * 2 * math.pi)
     return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
-
-
-def _yarn_mscale(scale: float, mscale: float) -> float:
-    return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0

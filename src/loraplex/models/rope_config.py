@@ -4,6 +4,7 @@ Old: `rope_theta` and `rope_scaling` among the other fields. New (transformers 5
 object, `rope_parameters`; where the layers differ, it has one such object per layer type.
 """
 
+import math
 from collections.abc import Mapping
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
@@ -93,6 +94,11 @@ def _read(
     if config.theta <= 0 or config.factor <= 0:
         raise ConfigError(f"{rope.source}: rope_theta and factor must be positive")
     return config
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """Return yarn's factor of scores' square roots for a stretched length (arXiv:2309.00071)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def max_rotary_len(rope: RopeConfig | None, max_position_embeddings: int) -> int:

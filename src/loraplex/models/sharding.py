@@ -25,6 +25,11 @@ def shard(spec: ModelSpec, place: TensorShard) -> ModelSpec:
     return dataclasses.replace(
         spec,
         layers=tuple(_layer(layer, place, spec) for layer in spec.layers),
+        encoder=None
+        if spec.encoder is None
+        else dataclasses.replace(
+            spec.encoder, layers=tuple(_layer(layer, place, spec) for layer in spec.encoder.layers)
+        ),
         own_logits=share_of(spec.vocab_size, *place),
         shard_of=spec,
     )
@@ -89,7 +94,7 @@ def _within(part: OutputSpan, inner: OutputSpan) -> OutputSpan:
 
 
 def _indivisible(spec: ModelSpec, place: TensorShard, what: str) -> ConfigError:
-    divided = list(itertools.chain.from_iterable(map(_divided, spec.layers)))
+    divided = list(itertools.chain.from_iterable(map(_divided, spec.adapted_layers)))
     sizes = [size for size in range(1, 65) if all(each.allows(size) for each in divided)]
     return ConfigError(
         f"{spec.architecture} has layers with {what}, which {place.size} ranks cannot share "

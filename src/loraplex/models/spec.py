@@ -20,6 +20,8 @@ from loraplex.models.stored_format import StoredFormat
 UP: Final = "up"
 DOWN: Final = "down"
 ROUTER: Final = "router"
+LATENT_INPUT: Final = "latent_in"
+LATENT_OUTPUT: Final = "latent_out"
 SHARED_UP: Final = "shared_up"
 SHARED_DOWN: Final = "shared_down"
 SHARED_GATE: Final = "shared_gate"
@@ -54,6 +56,8 @@ class FeedForwardSpec:
     """Choice of experts; None: the part is dense."""
     selection_bias: str = ""
     """Full name of a tensor [num_experts] that choices depend on and weights do not; or none."""
+    is_selection_bias_row: bool = False
+    """Whether it is [1, num_experts] in the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,8 @@ class LayerSpec:
     (with the gate, if there is one, first) and DOWN.
 
     With experts ROUTER precedes UP; a shared expert has SHARED_UP, SHARED_DOWN and may have
-    SHARED_GATE, of one output.
+    SHARED_GATE, of one output. LATENT_INPUT and LATENT_OUTPUT are there if experts read and give
+    vectors of another size than the hidden one.
     """
     is_parallel: bool = False
     """Whether the feed-forward part reads the residual that the mixer reads.
@@ -133,10 +138,44 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """What computes the output that cross mixers of the decoder's layers read."""
+    """What computes the output that cross mixers of the decoder's layers read.
+
+    It shares the token embedding and its factor with the decoder. Its linear layers are called
+    encoder.<module> in adapters.
+    """
 
     longest_input: int
     """Maximum number of tokens of an input."""
+    layers: tuple[LayerSpec, ...] = ()
+    """All with attention that is not causal. There may be more or fewer than the decoder has."""
+    final_norm: NormSpec | None = None
+    embedding_norm: NormSpec | None = None
+    positions: str = ""
+    """Full name of a stored table of positions, where there is one."""
+    layer_prefix: str = ""
+    """Prefix of the names of a layer's parts, with {} for the layer."""
+    first_ids: tuple[int, ...] = ()
+    """Tokens that every output begins with, the last of which is the first to be read."""
+    never_ids: tuple[int, ...] = ()
+    """Tokens that are never generated."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VectorLayerSpec:
+    """Linear layer from vectors of prompts to vectors: a Dense module of sentence-transformers."""
+
+    folder: str
+    """Folder of its tensors within that of the model."""
+    in_features: int
+    out_features: int
+    has_bias: bool
+    has_tanh: bool
+    """Whether tanh of the result follows."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors, which are float32."""
+        return 4 * self.out_features * (self.in_features + self.has_bias)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +191,9 @@ class ModelSpec:
     max_position_embeddings: int
     default_max_model_len: int
     """Length that the model was made for; scaled rotary embeddings stretch it."""
+    length_reason: str = ""
+    """Why longer sequences are not served, as the end of a sentence; empty: it was made for no
+    more."""
     hidden_act: str
     """Name of the activation in config.json, for formats that repeat it."""
     embedding_size: int | None = None
@@ -165,10 +207,23 @@ class ModelSpec:
     """Whether a learned vector per position is added to the token embedding."""
     position_offset: int = 0
     """Row of the position table that belongs to position 0."""
+    sinusoid_step: float = 0.0
+    """S of a position table that is computed, of angles position * 10000 ** (-i / S), where the
+    first half are sines and the second cosines; 0: the table is stored."""
+    is_embedding_norm_last: bool = False
+    """Whether the embedding's norm follows the addition of positions."""
     logits_factor: float = 1.0
     logits_soft_cap: float | None = None
     """c of logits that become, after the factor, c * tanh(logit / c)."""
+    has_lm_head: bool = True
+    """False: the model gives hidden states or scores of labels, so it generates no text."""
+    num_labels: int = 0
+    """Outputs of a classification head; 0: the checkpoint has none."""
+    vector_layers: tuple[VectorLayerSpec, ...] = ()
+    """Layers that follow the pooling of a prompt."""
     has_lm_head_bias: bool = False
+    logits_bias: str = ""
+    """Full name of a tensor [1, vocab_size] that is the output layer's bias; or none."""
     has_unit_lm_head: bool = False
     """Whether each row of the output layer is divided by its length."""
     tie_word_embeddings: bool = False
@@ -177,6 +232,8 @@ class ModelSpec:
     pad_token_id: int | None = None
     dtype: str | None = None
     """Type of the checkpoint by torch's name; None if config.json does not name one."""
+    exceeds_float16: bool = False
+    """Whether sums of its numbers exceed the range of float16."""
     encoder: EncoderSpec | None = None
     """None: the model is a decoder alone."""
     stored_format: StoredFormat | None = None
@@ -211,6 +268,26 @@ class ModelSpec:
         return self.first_layer + len(self.layers) == len(self.all_layers.layers)
 
     @property
+    def has_shared_head(self) -> bool:
+        """Whether the embedding's rows may be read from the very layer of the logits."""
+        is_whole = self.is_first_stage and self.is_last_stage and self.own_logits is None
+        has_bias = self.has_lm_head_bias or bool(self.logits_bias)
+        is_plain = not (has_bias or self.has_unit_lm_head)
+        return self.tie_word_embeddings and is_whole and is_plain
+
+    @property
+    def vector_size(self) -> int:
+        """Length of the vectors of prompts."""
+        if self.vector_layers:
+            return self.vector_layers[-1].out_features
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no position of the text reads a later one."""
+        return all(layer.mixer is None or layer.mixer.is_causal for layer in self.layers)
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 
@@ -233,11 +310,29 @@ class ModelSpec:
         return dataclasses.replace(self, layers=layers)
 
     @property
+    def adapted_layers(self) -> tuple[LayerSpec, ...]:
+        """Return the layers as adapters number them: each with the encoder's of this number."""
+        if self.encoder is None:
+            return self.layers
+        pairs = itertools.zip_longest(self.layers, self.encoder.layers)
+        return tuple(_with_linears_of(own, other) for own, other in pairs)
+
+    @property
     def module_shapes(self) -> tuple[Mapping[str, tuple[int, int]], ...]:
-        """LayerSpec.module_shapes of each layer."""
-        return tuple(layer.module_shapes for layer in self.layers)
+        """LayerSpec.module_shapes of each of adapted_layers."""
+        return tuple(layer.module_shapes for layer in self.adapted_layers)
 
     @property
     def num_experts(self) -> tuple[Mapping[str, int], ...]:
-        """LayerSpec.num_experts of each layer."""
-        return tuple(layer.num_experts for layer in self.layers)
+        """LayerSpec.num_experts of each of adapted_layers."""
+        return tuple(layer.num_experts for layer in self.adapted_layers)
+
+
+def _with_linears_of(layer: LayerSpec | None, other: LayerSpec | None) -> LayerSpec:
+    """Return a layer with the linear layers of the encoder's, too; one of them may be None."""
+    if layer is None or other is None:
+        found = layer or other
+        assert found is not None
+        return found
+    linears = {**layer.linears, **{f"encoder.{name}": each for name, each in other.linears.items()}}
+    return dataclasses.replace(layer, linears=linears)

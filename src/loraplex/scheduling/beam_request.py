@@ -6,13 +6,12 @@ from typing import NamedTuple
 import msgspec
 
 from loraplex.core.errors import InvalidParameterError, LoraplexError, PromptTooLongError
-from loraplex.core.plan import CacheGroupId, Capacity, RowResult, RowStep
+from loraplex.core.plan import CacheGroupId, RowResult, RowStep
 from loraplex.core.request import EngineRequest
-from loraplex.core.scheduler_settings import SchedulerSettings
 from loraplex.memory.block_tables import BlockCounts
 from loraplex.memory.kv_blocks import KVBlocks
 from loraplex.scheduling.beams import BeamSearcher, Candidates
-from loraplex.scheduling.request import Request, Sequence, StopRules
+from loraplex.scheduling.request import EngineLimits, Request, Sequence, StopRules
 
 
 class Fork(NamedTuple):
@@ -80,10 +79,9 @@ class BeamRequest(Request):
         # Beams share blocks, and the host table of a sequence cannot express that.
         return False
 
-    def refusal(
-        self, capacity: Capacity, kv: KVBlocks, settings: SchedulerSettings
-    ) -> LoraplexError | None:
-        refusal = Request.refusal(self, capacity, kv, settings)
+    def refusal(self, limits: EngineLimits) -> LoraplexError | None:
+        capacity, kv, settings, _ = limits
+        refusal = Request.refusal(self, limits)
         if refusal is not None:
             return refusal
         if self.width > capacity.max_num_seqs:

@@ -8,14 +8,14 @@ from loraplex.core.errors import (
     InvalidParameterError,
     LoraplexError,
     PromptTooLongError,
+    TokenOutOfVocabularyError,
     UnsupportedFeatureError,
 )
-from loraplex.core.plan import Capacity, RowResult, RowStep, Wanted
-from loraplex.core.scheduler_settings import SchedulerSettings
+from loraplex.core.plan import RowResult, RowStep, Wanted
 from loraplex.core.task import Pool, Task
 from loraplex.memory.block_tables import BlockCounts
 from loraplex.memory.kv_blocks import KVBlocks
-from loraplex.scheduling.request import Request, Sequence, StopRules
+from loraplex.scheduling.request import EngineLimits, Request, Sequence, StopRules
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -38,9 +38,8 @@ class PoolRequest(Request):
     def row_task(self, sequence: Sequence) -> Task:  # noqa: ARG002
         return self.pool
 
-    def refusal(
-        self, capacity: Capacity, kv: KVBlocks, settings: SchedulerSettings
-    ) -> LoraplexError | None:
+    def refusal(self, limits: EngineLimits) -> LoraplexError | None:
+        capacity, kv, settings, _ = limits
         if self.num_encoder_tokens or capacity.longest_encoder_input:
             refusal = self.encoder_refusal(capacity, settings)
             if refusal is not None:
@@ -51,6 +50,13 @@ class PoolRequest(Request):
             return UnsupportedFeatureError(
                 f"vectors of kind {pool.kind} are not served; kinds of this model: {served}",
                 param="kind",
+            )
+        strange = [each for each in pool.token_ids if not 0 <= each < capacity.vocab_size]
+        if strange:
+            return TokenOutOfVocabularyError(
+                f"token_ids: token id {strange[0]} is out of the vocabulary of this model, which "
+                f"is 0 to {capacity.vocab_size - 1}",
+                param="token_ids",
             )
         if pool.dimensions is not None and pool.dimensions > capacity.hidden_size:
             return InvalidParameterError(

@@ -120,6 +120,17 @@ class Span(NamedTuple):
     end: int
 
 
+class EngineLimits(NamedTuple):
+    """What an engine can compute: a request that exceeds it is refused."""
+
+    capacity: Capacity
+    kv: KVBlocks
+    settings: SchedulerSettings
+    fits_longest: bool
+    """Whether the KV blocks suffice for one sequence of the model's length, and so for any shorter
+    one, in steps of `max_step_tokens`."""
+
+
 class SequenceStatus(enum.StrEnum):
     """State of a sequence."""
 
@@ -297,14 +308,22 @@ class Request:
             )
         return None
 
-    def refusal(
-        self, capacity: Capacity, kv: KVBlocks, settings: SchedulerSettings
-    ) -> LoraplexError | None:
+    def refusal(self, limits: EngineLimits) -> LoraplexError | None:
         """Return why the request could never be computed to its end, even alone."""
+        capacity, kv, settings, fits_longest = limits
         if self.num_encoder_tokens or capacity.longest_encoder_input:
             refusal = self.encoder_refusal(capacity, settings)
             if refusal is not None:
                 return refusal
+        if not capacity.generates:
+            reason = "its checkpoint has no output layer"
+            if not capacity.is_causal:
+                reason = "its positions read later ones"
+            return UnsupportedFeatureError(
+                f"this model generates no text: {reason}; it gives vectors of texts "
+                "(/v1/embeddings, LLM.embed)",
+                param="model",
+            )
         num_prompt_tokens = len(self.engine_request.prompt_token_ids)
         max_model_len, max_tokens = capacity.max_model_len, self.stop_rules.max_tokens
         if num_prompt_tokens >= max_model_len:
@@ -321,7 +340,9 @@ class Request:
                 "(pipeline_parallel_size), and returns no logits; logprobs are returned",
                 param="return_logits" if sampling.return_logits else "return_prompt_logits",
             )
-        shortage = kv.shortage(Request.max_blocks(self, kv))
+        # Only a whole span makes a step longer than in the settings.
+        is_sure = fits_longest and not self.whole_spans
+        shortage = None if is_sure else kv.shortage(Request.max_blocks(self, kv))
         if shortage is not None:
             return PromptTooLongError(
                 f"{self._encoder_input}{num_prompt_tokens} prompt tokens and up to {max_tokens} "

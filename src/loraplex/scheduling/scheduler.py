@@ -36,7 +36,14 @@ from loraplex.scheduling.projection import projected
 from loraplex.scheduling.prompt_lookup import Drafter, PromptIndex
 from loraplex.scheduling.queues import QueueBound
 from loraplex.scheduling.report import engine_stats, step_record
-from loraplex.scheduling.request import Request, Sequence, SequenceStatus, Span, StopRules
+from loraplex.scheduling.request import (
+    EngineLimits,
+    Request,
+    Sequence,
+    SequenceStatus,
+    Span,
+    StopRules,
+)
 from loraplex.scheduling.reservations import new_reservations
 from loraplex.scheduling.running import SlotPool
 from loraplex.scheduling.state import SchedulerState
@@ -66,17 +73,13 @@ class Scheduler:
     ) -> None:
         """Raises ConfigError if the settings do not suit the capacity."""
         _check_settings(settings, capacity)
-        self._settings = settings
-        self._capacity = capacity
+        longest = kv.max_blocks_held(
+            capacity.max_model_len - 1, settings.max_step_tokens, capacity.longest_encoder_input
+        )
+        self._limits = EngineLimits(capacity, kv, settings, kv.shortage(longest) is None)
         self._clock = clock
         self._factory = RequestFactory(capacity, settings)
-        ttl_seconds = settings.lora_ttl_seconds
-        self.adapters = CacheFiller(
-            adapters,
-            host,
-            aging_ns=int(settings.adapter_aging_seconds * 1e9),
-            ttl_ns=None if ttl_seconds is None else int(ttl_seconds * 1e9),
-        )
+        self.adapters = _cache_filler(adapters, host, settings)
         self._state = SchedulerState(
             kv,
             self.adapters,
@@ -127,7 +130,7 @@ class Scheduler:
         adapters: handle and scale of each of its adapters.
         """
         request = self._factory.make(engine_request, adapters)
-        refusal = request.refusal(self._capacity, self._state.kv, self._settings)
+        refusal = request.refusal(self._limits)
         # A request that an engine before this one had accepted has its place in the queue.
         if refusal is None and not engine_request.num_restarts:
             refusal = self._state.queue_bound.refusal(self._batching.num_admissible)
@@ -335,6 +338,18 @@ class Scheduler:
         self._state.check(self._steps.num_rows())
 
 
+def _cache_filler(
+    adapters: AdapterCache, host: HostLoads, settings: SchedulerSettings
+) -> CacheFiller:
+    ttl_seconds = settings.lora_ttl_seconds
+    return CacheFiller(
+        adapters,
+        host,
+        aging_ns=int(settings.adapter_aging_seconds * 1e9),
+        ttl_ns=None if ttl_seconds is None else int(ttl_seconds * 1e9),
+    )
+
+
 def _check_settings(settings: SchedulerSettings, capacity: Capacity) -> None:
     if settings.max_num_batched_tokens < capacity.max_num_seqs:
         raise ConfigError(
@@ -408,7 +423,7 @@ class RequestFactory:
         request.max_step_tokens = self._max_step_tokens
         if engine_request.images:
             self._set_spans(request)
-        if request.pool.kind.needs_whole_prompt:
+        if request.pool.kind.needs_whole_prompt or not self._capacity.is_causal:
             request.whole_spans = (Span(0, len(prompt)),)
             request.max_step_tokens = max(self._max_step_tokens, len(prompt))
             request.takes_hits = False

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from loraplex.adapters.base_check import WarningCode
 from loraplex.adapters.sources.reference import shown_source
 from loraplex.adapters.staged import Examination, StagedAdapter
 from loraplex.adapters.version import AdapterVersion
@@ -54,10 +55,20 @@ class AdapterCard(msgspec.Struct, frozen=True, kw_only=True):
     """Largest of its ranks."""
     num_bytes: int
     """Size in host memory."""
+    num_labels: int = 0
+    """Labels of its own classification head; 0: it has none."""
     source: str
     """Source; empty for tenants which do not own the adapter."""
     state: AdapterState = AdapterState.READY
     warnings: tuple[str, ...] = ()
+    """Remarks that need a decision, such as another base model or tensors that are left out."""
+    warning_codes: tuple[WarningCode, ...] = ()
+    """Code of each of `warnings`, in their order."""
+    notes: tuple[str, ...] = ()
+    """Remarks that need none, such as the rounding of its tensors."""
+    declared_base: str | None = None
+    """Base model that its files name; null: they name none, or it was staged by an older version.
+    """
 
 
 class AdapterContent(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +133,15 @@ class TrialRefusal(msgspec.Struct, frozen=True):
     message: str
 
 
+class ReplacedVersion(msgspec.Struct, frozen=True):
+    """The present version of a name that a load would give another one."""
+
+    version: int
+    rank: int
+    num_running: int
+    """In-flight requests that named it, which end with the version that they began with."""
+
+
 class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     """Dry run in detail: what a load would do, and what it would refuse."""
 
@@ -135,6 +155,11 @@ class TrialReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its pages are free on the device, without an eviction; null if it is refused."""
     free_pages: int
     """Pages of the device that no adapter has."""
+    evicts: tuple[str, ...]
+    """Names of the adapters that would leave the device for it now, in the order of eviction; of
+    those that the caller may see."""
+    replaces: ReplacedVersion | None
+    """What the name has now; null: it is new."""
     adapter: LoadReport | None
     """Report of the dry run; null if it is refused."""
 
@@ -200,6 +225,7 @@ def discovered_card(adapter: ConfiguredAdapter, model: str, created: int) -> Ada
 
 def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
     """Return the fields of an AdapterCard, for its subclasses."""
+    remarks = version.remarks
     return {
         "name": version.name,
         "model": version.model,
@@ -209,9 +235,13 @@ def card_fields(version: AdapterVersion, state: AdapterState) -> dict[str, Any]:
         "created": version.created,
         "rank": version.rank,
         "num_bytes": version.source.num_bytes,
+        "num_labels": version.source.num_labels,
         "source": version.shown_path,
         "state": state,
-        "warnings": version.staged.warnings,
+        "warnings": remarks.warnings,
+        "warning_codes": remarks.codes,
+        "notes": remarks.notes,
+        "declared_base": version.staged.trained_on,
     }
 
 

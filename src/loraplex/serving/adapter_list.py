@@ -41,6 +41,7 @@ class AdapterQuery(msgspec.Struct, frozen=True, kw_only=True):
     is_descending: bool = False
     state: AdapterState | None = None
     residency: Residency | None = None
+    has_warnings: bool | None = None
     after: str = ""
     """Cursor of the page before."""
     offset: int = 0
@@ -93,6 +94,8 @@ class AdapterRow(Protocol):
     @property
     def residency(self) -> Residency: ...
     @property
+    def has_warnings(self) -> bool: ...
+    @property
     def use(self) -> UsageCount: ...
 
     def shown(self) -> PagedAdapter:
@@ -130,6 +133,8 @@ def _matches(row: AdapterRow, query: AdapterQuery) -> bool:
     if query.state is not None and row.state is not query.state:
         return False
     if query.residency is not None and row.residency is not query.residency:
+        return False
+    if query.has_warnings is not None and row.has_warnings is not query.has_warnings:
         return False
     wanted = query.search.casefold()
     if not wanted or wanted in row.name.casefold() or row.digest.startswith(wanted):

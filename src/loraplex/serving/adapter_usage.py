@@ -1,10 +1,12 @@
-"""Requests and tokens of each tenant by adapter, counted since the start of the server.
+"""Requests and tokens of each tenant by adapter, counted since the start of the server, and by
+minute in the last hour.
 
 One event loop calls it. The least recently used adapters beyond a maximum are counted together.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -13,6 +15,11 @@ MAX_ADAPTERS: Final = 1000
 """Maximum number of adapters that are counted separately for one tenant."""
 MAX_SERVER_ADAPTERS: Final = 10_000
 """The same for all tenants together."""
+NUM_MINUTES: Final = 60
+MAX_IN_MINUTE: Final = 1000
+"""Maximum number of adapters, counted by tenant, that a minute has."""
+_MINUTE: Final = 60
+"""Seconds."""
 
 
 class UsedAdapter(NamedTuple):
@@ -45,6 +52,30 @@ class UsageCount(msgspec.Struct):
 NO_USE: Final = UsageCount()
 
 
+class UsageMinute(msgspec.Struct, kw_only=True):
+    """Requests that ended in one minute."""
+
+    t: int
+    """Begin of the minute, in Unix seconds."""
+    requests: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, more: UsageCount) -> None:
+        self.requests += more.requests
+        self.errors += more.errors
+        self.prompt_tokens += more.prompt_tokens
+        self.output_tokens += more.output_tokens
+
+
+class _Minute(NamedTuple):
+    number: int
+    """Minutes since 1970."""
+    counts: dict[tuple[str, UsedAdapter], UsageCount]
+    """Counts by tenant and adapter."""
+
+
 class _Counts:
     """Counts by adapter, the least recently used adapter first."""
 
@@ -75,6 +106,8 @@ class AdapterUsage:
         self._max_adapters = max_adapters
         self._tenants: dict[str, _Counts] = {}
         self._server = _Counts(max_server_adapters)
+        self._minutes: deque[_Minute] = deque(maxlen=NUM_MINUTES)
+        """Minutes with requests, the newest last."""
         self.since: Final = int(unix_seconds())
         """Time of the start, in Unix seconds."""
 
@@ -100,6 +133,37 @@ class AdapterUsage:
         for adapter in adapters:
             self._tenants[tenant].add(adapter, one)
             self._server.add(adapter, one)
+            self._count_in_minute((tenant, adapter), one)
+
+    def _count_in_minute(self, key: tuple[str, UsedAdapter], one: UsageCount) -> None:
+        number = int(self._unix_seconds()) // _MINUTE
+        # The wall clock may go back: then the newest minute has the request.
+        if not self._minutes or number > self._minutes[-1].number:
+            self._minutes.append(_Minute(number, {}))
+        counts = self._minutes[-1].counts
+        if key in counts or len(counts) < MAX_IN_MINUTE:
+            counts.setdefault(key, UsageCount()).add(one)
+
+    def minutes(
+        self, tenants: Collection[str], is_wanted: Callable[[UsedAdapter], bool]
+    ) -> list[UsageMinute]:
+        """Return the minutes of the last hour, with the present one, of these tenants' adapters.
+
+        Of a minute with more than MAX_IN_MINUTE adapters the first ones count.
+        """
+        last = int(self._unix_seconds()) // _MINUTE
+        if self._minutes:
+            last = max(last, self._minutes[-1].number)
+        first = last - NUM_MINUTES + 1
+        series = [UsageMinute(t=number * _MINUTE) for number in range(first, last + 1)]
+        wanted = frozenset(tenants)
+        for minute in self._minutes:
+            if minute.number < first:
+                continue
+            for (tenant, used), count in minute.counts.items():
+                if tenant in wanted and is_wanted(used):
+                    series[minute.number - first].add(count)
+        return series
 
     @property
     def tenants(self) -> list[str]:

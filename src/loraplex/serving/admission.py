@@ -39,9 +39,9 @@ from loraplex.core.request import (
 )
 from loraplex.core.retention import check_retention
 from loraplex.core.sampling_params import SamplingParams
-from loraplex.core.task import Generate
+from loraplex.core.task import Generate, Pool, PoolKind, Task
 from loraplex.memory.kv_salt import kv_salt
-from loraplex.serving.backend import ModelCard
+from loraplex.serving.backend import EncoderFormat, ModelCard
 
 NO_END_ID = -1
 """Value of end_id for which no token ends the text."""
@@ -140,6 +140,22 @@ def compose(chosen: Composition, shapes: BaseShapes) -> Composition:
     return composition
 
 
+def check_head(task: Task, composition: Composition, model: ModelCard) -> None:
+    """Raise UnsupportedFeatureError for a classification without a head."""
+    if not (isinstance(task, Pool) and task.kind is PoolKind.SCORE) or model.classes.num_labels:
+        return
+    if any(version.source.num_labels for version, _ in composition):
+        return
+    names = " and ".join(repr(version.name) for version, _ in composition)
+    adapters = f"adapter {names} has no classification head (score), and " if names else ""
+    raise UnsupportedFeatureError(
+        f"{adapters}model {model.name!r} has {'none' if names else 'no classification head'}: "
+        "classify with an adapter that has one (PEFT's task type SEQ_CLS, with score in "
+        "modules_to_save)",
+        param="adapter",
+    )
+
+
 def _replaced(version: AdapterVersion, shapes: BaseShapes) -> set[_Place]:
     """Return where an adapter replaces rows, including tied parameters."""
     places = {
@@ -166,10 +182,13 @@ def admit(
     principal: Principal,
     now_ns: int,
     share_weight: float = 1.0,
+    encoder_token_ids: Sequence[int] = (),
 ) -> EngineRequest:
     """Return a checked and tokenized request as its engine gets it. Raises RequestErrors."""
     task = request.task
-    _check_length(prompt_token_ids, model, num_new_tokens=int(isinstance(task, Generate)))
+    if model.encoder is not None:
+        check_encoder_input(request, encoder_token_ids, model)
+    _check_length(prompt_token_ids, model, task, _name_of_prompt(request, model))
     _check_ids(request, prompt_token_ids, model)
     ends = eos_token_ids
     if request.end_id is not None and request.end_id != NO_END_ID:
@@ -189,6 +208,7 @@ def admit(
     return EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=tuple(prompt_token_ids),
+        encoder_token_ids=tuple(encoder_token_ids),
         task=(
             Generate(_complete(request, len(prompt_token_ids), model))
             if isinstance(task, Generate)
@@ -218,37 +238,120 @@ def cut_prompt(
     truncation: PromptTruncation,
     token_ids: Sequence[int],
     model: ModelCard,
+    num_special: tuple[int, int] = (0, 0),
 ) -> Sequence[int]:
     """Return what the request's truncation leaves of its prompt.
 
-    Raises InvalidParameterError for a number of tokens below 1.
+    num_special: tokens at the beginning and at the end that stay. Raises InvalidParameterError for
+    a number of tokens below 1, without these.
     """
     most = truncation.max_tokens
-    if most is None:
+    if most is None and model.encoder is not None:
+        most = model.encoder.max_tokens
+    elif most is None:
         is_generated = isinstance(request.task, Generate)
         most = model.max_model_len - (request.sampling.max_tokens or 1 if is_generated else 0)
-        if model.max_input_len is not None:
-            most = min(most, model.max_input_len)
-    if type(most) is not int or most < 1:
+        limits = (model.max_input_len, None if is_generated else model.vectors.max_tokens)
+        most = min([most, *(limit for limit in limits if limit is not None)])
+    num_kept = sum(num_special)
+    if truncation.max_inner is not None:
+        most = min(most, num_kept + truncation.max_inner)
+    if type(most) is not int or most - num_kept < 1:
         raise InvalidParameterError(
-            f"truncate_prompt_tokens leaves {most} tokens of the prompt; at least 1 is needed",
+            f"truncate_prompt_tokens leaves {most} tokens of the prompt; at least {num_kept + 1} "
+            f"{'are' if num_kept else 'is'} needed",
             param="truncate_prompt_tokens",
         )
+    if len(token_ids) <= most:
+        return token_ids
+    first, end = num_special[0], len(token_ids) - num_special[1]
+    num_inner = most - num_kept
     is_left = truncation.side is TruncationSide.LEFT
-    return token_ids[-most:] if is_left else token_ids[:most]
+    inner = token_ids[end - num_inner : end] if is_left else token_ids[first : first + num_inner]
+    return [*token_ids[:first], *inner, *token_ids[end:]]
 
 
-def _check_length(token_ids: Sequence[int], model: ModelCard, num_new_tokens: int) -> None:
-    """Raise unless there is a prompt with space for so many more tokens (0 or 1)."""
+def first_ids(
+    encoder: EncoderFormat, given: tuple[int, ...] | None, forced: int | None
+) -> tuple[int, ...]:
+    """Return what the decoder of a model with an encoder begins with.
+
+    given: the request's decoder prompt, which gets the model's first token unless it begins with
+    it, as in transformers. forced: the token after the first one, where there is no such prompt.
+    Raises InvalidParameterError for both.
+    """
+    start = encoder.first_ids[0]
+    if given is None:
+        return encoder.first_ids if forced is None else (start, forced)
+    if forced is not None:
+        raise InvalidParameterError(
+            "decoder_prompt and forced_bos_token_id are both what the output begins with: give one",
+            param="forced_bos_token_id",
+        )
+    return given if given[:1] == (start,) else (start, *given)
+
+
+def check_encoder_input(
+    request: GenerateRequest, token_ids: Sequence[int], model: ModelCard
+) -> None:
+    """Raise for what a model with an encoder does not take, and for an input that is too long."""
+    assert model.encoder is not None
+    if isinstance(request.task, Pool):
+        raise UnsupportedFeatureError(
+            f"model {model.name!r} has an encoder and a decoder, and makes neither vectors nor "
+            "scores of texts: send the text to /v1/completions"
+        )
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
+    if len(token_ids) > model.encoder.max_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {len(token_ids)} tokens; the encoder of model {model.name!r} takes at "
+            f"most {model.encoder.max_tokens} (one step encodes them: see max_num_batched_tokens)",
+            param="prompt",
+        )
+    if (
+        request.task.sampling.prompt_logprobs is not None
+        or request.task.sampling.return_prompt_logits
+    ):
+        raise UnsupportedFeatureError(
+            f"model {model.name!r} has an encoder, which scores no prompts: leave out echo with "
+            "logprobs, prompt_logprobs and return_context_logits",
+            param="prompt_logprobs",
+        )
+    _check_in_vocabulary("prompt", token_ids, model)
+
+
+def without_padding(token_ids: Sequence[int], pad_token_id: int | None) -> Sequence[int]:
+    """Return a prompt without padding at its end, as transformers classifies it.
+
+    It takes the last token that is no padding, also where the text itself ends with that token, as
+    with a pad token that is the end token; of nothing but padding the first one.
+    """
+    end = len(token_ids)
+    while end > 1 and token_ids[end - 1] == pad_token_id:
+        end -= 1
+    return token_ids[:end]
+
+
+def _name_of_prompt(request: GenerateRequest, model: ModelCard) -> str:
+    """Return the field that has what the decoder begins with."""
+    if model.encoder is None:
+        return "prompt"
+    return "decoder_prompt" if request.forced_bos_token_id is None else "forced_bos_token_id"
+
+
+def _check_length(token_ids: Sequence[int], model: ModelCard, task: Task, param: str) -> None:
+    """Raise unless there is a prompt that leaves space for what the task needs."""
+    num_new_tokens = int(isinstance(task, Generate))
     if not token_ids:
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
     if len(token_ids) + num_new_tokens > model.max_model_len:
         of_output = " and one of output" if num_new_tokens else ""
         raise PromptTooLongError(
-            f"the prompt has {len(token_ids)} tokens; model {model.name!r} takes at most "
+            f"the {param} has {len(token_ids)} tokens; model {model.name!r} takes at most "
             f"{model.max_model_len - num_new_tokens}{of_output} (max_model_len "
             f"{model.max_model_len})",
-            param="prompt",
+            param=param,
         )
     if model.max_input_len is not None and len(token_ids) > model.max_input_len:
         # TensorRT-LLM's words: clients know them.
@@ -257,11 +360,18 @@ def _check_length(token_ids: Sequence[int], model: ModelCard, num_new_tokens: in
             f"({model.max_input_len}) of model {model.name!r}: see max_input_len",
             param="prompt",
         )
+    longest = model.vectors.max_tokens
+    if isinstance(task, Pool) and longest is not None and len(token_ids) > longest:
+        raise PromptTooLongError(
+            f"the text has {len(token_ids)} tokens; model {model.name!r} makes vectors of at most "
+            f"{longest} (max_seq_length of its folder); truncate_prompt_tokens cuts longer ones",
+            param="prompt",
+        )
 
 
 def _check_ids(request: GenerateRequest, prompt: Sequence[int], model: ModelCard) -> None:
     """Raise TokenOutOfVocabularyError for the first id that the model does not have."""
-    ids: dict[str, Sequence[int]] = {"prompt": prompt}
+    ids: dict[str, Sequence[int]] = {_name_of_prompt(request, model): prompt}
     if isinstance(request.task, Generate):
         sampling, flat = request.task.sampling, itertools.chain.from_iterable
         ids |= {
@@ -274,14 +384,20 @@ def _check_ids(request: GenerateRequest, prompt: Sequence[int], model: ModelCard
         }
     if type(request.end_id) is int and request.end_id != NO_END_ID:
         ids["end_id"] = (request.end_id,)
+    if isinstance(request.task, Pool):
+        ids["token_ids"] = request.task.token_ids
     for param, token_ids in ids.items():
-        for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
-            if not 0 <= token_id < model.vocab_size:
-                raise TokenOutOfVocabularyError(
-                    f"{param}: token id {token_id} is out of the vocabulary of model "
-                    f"{model.name!r}, which is 0 to {model.vocab_size - 1}",
-                    param=param,
-                )
+        _check_in_vocabulary(param, token_ids, model)
+
+
+def _check_in_vocabulary(param: str, token_ids: Sequence[int], model: ModelCard) -> None:
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not 0 <= token_id < model.vocab_size:
+            raise TokenOutOfVocabularyError(
+                f"{param}: token id {token_id} is out of the vocabulary of model {model.name!r}, "
+                f"which is 0 to {model.vocab_size - 1}",
+                param=param,
+            )
 
 
 def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard) -> SamplingParams:
@@ -307,9 +423,13 @@ def _complete(request: GenerateRequest, num_prompt_tokens: int, model: ModelCard
         )
     seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % _UINT64
     chooses_best = sampling.best_of is not None and sampling.best_of > sampling.n
+    bad_token_ids = sampling.bad_token_ids
+    if model.encoder is not None:
+        bad_token_ids += tuple((token_id,) for token_id in model.encoder.never_ids)
     return msgspec.structs.replace(
         sampling,
         max_tokens=max_tokens,
+        bad_token_ids=bad_token_ids,
         seed=seed,
         ignore_eos=sampling.ignore_eos or request.end_id == NO_END_ID,
         logprobs=0 if chooses_best and sampling.logprobs is None else sampling.logprobs,

@@ -15,11 +15,14 @@ import msgspec
 from loraplex.adapters.staging import RequestTensor
 from loraplex.adapters.uploads import Uploads
 from loraplex.core.adapter import AdapterKey, AdapterRef, Residency
+from loraplex.core.class_format import ClassFormat
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import Pooled, RequestOutput
 from loraplex.core.principal import LOCAL, Principal, TenantUsage
 from loraplex.core.request import GenerateRequest, RequestBatch, RequestId
+from loraplex.core.score_format import ScoreFormat
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
+from loraplex.core.vector_format import VectorFormat
 from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
@@ -33,6 +36,8 @@ from loraplex.serving.adapter_list import AdapterPage, AdapterQuery
 from loraplex.serving.adapter_usage import AdapterUsage
 from loraplex.serving.model_memory import ModelMemory, StoredAdapters
 from loraplex.serving.text.chat_format import ChatFormat
+from loraplex.serving.text.chat_messages import ROLES
+from loraplex.text.tokenizer import PairTokens
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -40,6 +45,7 @@ __all__ = [
     "AdapterCard",
     "Admission",
     "Backend",
+    "Cancellable",
     "Health",
     "ModelCard",
     "ReadyOutputs",
@@ -48,6 +54,17 @@ __all__ = [
     "close_outputs",
     "vector_of",
 ]
+
+
+class EncoderFormat(msgspec.Struct, frozen=True):
+    """What requests to a model with an encoder are checked against."""
+
+    max_tokens: int
+    """Maximum number of tokens of an input."""
+    first_ids: tuple[int, ...]
+    """Tokens that every output begins with, if a request names no others."""
+    never_ids: tuple[int, ...] = ()
+    """Tokens that are never generated."""
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,14 +85,36 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_dtype: str
     """Data type of stored keys and values."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    device_name: str = ""
+    """Name of the GPU or processor; empty until the engine has started once."""
+    quantization: str | None = None
+    """Precision or stored format of the linear weights; None: they have the type `dtype`."""
     kv_block_size: int = 16
     """Tokens."""
+    has_chat_template: bool = False
     chat: ChatFormat = ChatFormat()
     """How it writes reasoning and tool calls."""
+    generates: bool = True
+    """Whether it has an output layer; else it gives vectors and scores only."""
+    vectors: VectorFormat = VectorFormat()
+    """How it makes vectors of texts."""
+    classes: ClassFormat = ClassFormat()
+    """How it classifies texts."""
+    encoder: EncoderFormat | None = None
+    """None: the model is a decoder alone."""
+    scores: ScoreFormat = ScoreFormat()
+    """How it scores pairs of texts."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.served_names)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Return how many tokens a prompt may have at most: the encoder's input, if it has one."""
+        return self.max_model_len if self.encoder is None else self.encoder.max_tokens
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -100,11 +139,13 @@ class Chats(Protocol):
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         omits_absent: bool = False,
+        roles: Sequence[str] = ROLES,
     ) -> str:
         """Return the prompt text of a conversation; it already contains the special tokens.
 
         With continue_final_message it ends with the last message's content, for the model to
-        continue. With omits_absent a variable that is None is not defined for the template.
+        continue. With omits_absent a variable that is None is not defined for the template. roles:
+        that messages may have.
         Raises InvalidRequestError if the model has no chat template or the template refuses.
         """
         ...
@@ -120,6 +161,10 @@ class TextModel(Protocol):
     def chats(self) -> Chats: ...
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def tokenize_pair(self, first: str, second: str) -> PairTokens:
+        """Return the tokens of two texts, joined as the tokenizer joins a pair."""
+        ...
 
     def detokenize(
         self,
@@ -276,8 +321,13 @@ class AdapterAdmin(Protocol):
         """Add a name which follows the adapter's present version. Raises AdapterExistsError."""
         ...
 
-    async def describe(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
-        """Return everything known of an adapter. Raises AdapterNotFoundError."""
+    async def describe(
+        self, principal: Principal, ref: AdapterRef, number: int | None = None
+    ) -> AdapterDetails:
+        """Return everything known of an adapter: of its present version, or of a kept one.
+
+        Raises AdapterNotFoundError.
+        """
         ...
 
 
@@ -418,6 +468,18 @@ class ReadyOutputs(Protocol[T_co]):
 
     def take_ready(self) -> T_co | None:
         """Return the next output; None if it is to be awaited. For `read` only."""
+        ...
+
+
+@runtime_checkable
+class Cancellable(Protocol):
+    """Outputs of a request that can be ended early and still be read to their end."""
+
+    def cancel(self) -> None:
+        """End the request with what it has; no change if it has ended.
+
+        Its last output comes as usual. Sequences that had no end have FinishReason.ABORT.
+        """
         ...
 
 

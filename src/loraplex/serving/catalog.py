@@ -9,7 +9,13 @@ from typing import Final, TypeVar
 
 from loraplex.adapters.fair_turns import FairTurns
 from loraplex.adapters.staged import StagedAdapter
-from loraplex.adapters.store import AdapterStore, AdapterVersion, Registration, VersionOrigin
+from loraplex.adapters.store import (
+    AdapterStore,
+    AdapterVersion,
+    Registration,
+    VersionOrigin,
+    numbered,
+)
 from loraplex.core.adapter import AdapterKey, AdapterRef, ByName, Residency
 from loraplex.core.errors import (
     AdapterNotFoundError,
@@ -357,15 +363,26 @@ def release(model: ServedModel, version: AdapterVersion) -> None:
         model.engine.forget_adapter(version.digest)
 
 
+def release_kept(model: ServedModel, version: AdapterVersion) -> None:
+    """Let the engine forget a version of the past when the requests that name it have ended."""
+    if model.store.is_kept_only(version):
+        release(model, version)
+
+
 def is_present(store: AdapterStore, model: str, digest: str) -> bool:
     """Whether a name of the model has this digest."""
     return any(version.digest == digest for version in store.present(model))
 
 
-async def describe(model: ServedModel, ref: AdapterRef) -> AdapterDetails:
-    """Return the details of an adapter. Raises AdapterNotFoundError."""
+async def describe(
+    model: ServedModel, ref: AdapterRef, number: int | None = None
+) -> AdapterDetails:
+    """Return the details of an adapter, as it is at present or as it was with a kept version.
+
+    Raises AdapterNotFoundError.
+    """
     history = await asyncio.to_thread(model.store.history, ref)
-    version = history[0]
+    version = history[0] if number is None else numbered(history, number)
     residency = await model.engine.residency()
     aliases = model.store.aliases(version.tenant, version.model)
     return AdapterDetails(

@@ -1,15 +1,15 @@
-"""Compares one prompt over many adapters: all completions in one batch, next to the base's.
+"""Compares completions by different adapters: all in one batch, next to the base's of their prompt.
 
-An adapter that fails yields an error of its own; the others go on.
+A completion that fails yields an error of its own, and a cancelled one what it has; the others go
+on.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 import msgspec
 
-from loraplex.core.adapter import AdapterChoice
 from loraplex.core.errors import LoraplexError
 from loraplex.core.output import (
     FinishReason,
@@ -21,7 +21,7 @@ from loraplex.core.output import (
 from loraplex.core.principal import Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from loraplex.serving.backend import Admission, Backend, admit_together
+from loraplex.serving.backend import Admission, Backend, Cancellable, admit_together
 from loraplex.serving.continuation import response_seed
 from loraplex.serving.interleaving import interleaved
 
@@ -95,22 +95,23 @@ Compared = ComparedOutput | LoraplexError
 
 
 def comparison_requests(
-    backend: Backend, request: GenerateRequest, choices: Sequence[tuple[AdapterChoice, ...]]
+    backend: Backend, requests: Sequence[GenerateRequest]
 ) -> list[GenerateRequest]:
-    """The request once for each choice of adapters; empty is the base model.
+    """Return the requests as a comparison runs them; one without adapters is of the base model.
 
-    All draw with the same seed, and have the log probabilities that are needed to compare. Raises
-    InvalidParameterError for sampling that none of them could have.
+    Those without a seed all draw with the same one, and all have the log probabilities that are
+    needed to compare. Raises InvalidParameterError for sampling that none of them could have.
     """
-    request.sampling.validate()
-    sampling = _comparable(request.sampling)
+    for request in requests:
+        request.sampling.validate()
+    has_own = [request.sampling.seed is not None for request in requests]
+    shared = 0 if all(has_own) else response_seed()
     return [
         msgspec.structs.replace(
-            request.with_sampling(sampling),
+            request.with_sampling(_comparable(request.sampling, shared)),
             request_id=backend.new_request_id(),
-            adapters=adapters,
         )
-        for adapters in choices
+        for request in requests
     ]
 
 
@@ -118,46 +119,76 @@ async def compare(
     backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
 ) -> list[Compared]:
     """Run the requests of comparison_requests together, to their ends."""
-    ends: dict[int, Compared] = {}
-    async with contextlib.aclosing(compare_streaming(backend, requests, principal)) as progress:
-        async for index, item in progress:
-            if not isinstance(item, RequestOutput):
-                ends[index] = item
-    return [ends[index] for index in range(len(requests))]
+    async with begun_comparison(backend, requests, principal) as comparison:
+        return await comparison.ends()
 
 
-async def compare_streaming(
+@contextlib.asynccontextmanager
+async def begun_comparison(
     backend: Backend, requests: Sequence[GenerateRequest], principal: Principal
-) -> AsyncGenerator[tuple[int, RequestOutput | Compared], None]:
-    """Run the requests of comparison_requests together; yield what comes, with its index.
-
-    The last item of each is the whole completion, or its error. It comes as soon as its difference
-    from the base is known. Closing the generator aborts all.
-    """
+) -> AsyncIterator["RunningComparison"]:
+    """Admit the requests of comparison_requests as one batch; the context's end aborts them."""
     async with contextlib.AsyncExitStack() as stack:
-        admissions = await admit_together(backend, requests, principal, stack)
-        comparison = _Comparison(requests)
-        items = await stack.enter_async_context(
-            contextlib.aclosing(interleaved([_items(each) for each in admissions]))
-        )
-        async for index, item in items:
-            if isinstance(item, RequestOutput):
-                yield index, item
-            for settled in comparison.take(index, item):
-                yield settled, comparison.compared(settled)
+        yield RunningComparison(requests, await admit_together(backend, requests, principal, stack))
 
 
-class _Comparison:
-    """What has come of each request, and whether it can be compared yet."""
+class RunningComparison:
+    """Admitted requests, what has come of each, and whether it can be compared yet."""
 
-    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+    def __init__(
+        self, requests: Sequence[GenerateRequest], admissions: Sequence[Admission]
+    ) -> None:
+        self._requests = requests
+        self._admissions = admissions
         self._bases = [index for index, request in enumerate(requests) if not request.adapters]
         self._outputs: list[list[RequestOutput]] = [[] for _ in requests]
         self._ends: dict[int, Compared] = {}
         self._waiting: list[int] = []
         """Indexes of those that have ended and are to be compared with a base that has not."""
 
-    def take(self, index: int, item: RequestOutput | LoraplexError) -> list[int]:
+    def __len__(self) -> int:
+        """Return the number of requests."""
+        return len(self._requests)
+
+    @property
+    def refusals(self) -> list[LoraplexError]:
+        """Return the errors of the requests that were not admitted."""
+        return [each for each in self._admissions if isinstance(each, LoraplexError)]
+
+    async def progress(self) -> AsyncGenerator[tuple[int, RequestOutput | Compared], None]:
+        """Yield what comes, with the index of its request.
+
+        The last item of each is the whole completion, or its error. It comes as soon as its
+        difference from the base is known.
+        """
+        streams = [_items(each) for each in self._admissions]
+        async with contextlib.aclosing(interleaved(streams)) as items:
+            async for index, item in items:
+                if isinstance(item, RequestOutput):
+                    yield index, item
+                for settled in self._take(index, item):
+                    yield settled, self._compared(settled)
+
+    async def ends(self) -> list[Compared]:
+        """Return the results of all requests, once they are there."""
+        async with contextlib.aclosing(self.progress()) as progress:
+            results = {
+                index: item async for index, item in progress if not isinstance(item, RequestOutput)
+            }
+        return [results[index] for index in range(len(self._requests))]
+
+    def cancel(self, index: int) -> bool:
+        """End one request with what it has; False: it has ended already.
+
+        Its last output comes as usual, with FinishReason.ABORT unless the end came first.
+        """
+        outputs = self._admissions[index]
+        if index in self._ends or not isinstance(outputs, Cancellable):
+            return False
+        outputs.cancel()
+        return True
+
+    def _take(self, index: int, item: RequestOutput | LoraplexError) -> list[int]:
         """Return the indexes of the requests whose results are known with this item."""
         if isinstance(item, LoraplexError):
             self._ends[index] = item
@@ -171,23 +202,31 @@ class _Comparison:
         self._waiting = [each for each in ended if each not in settled]
         return settled
 
-    def compared(self, index: int) -> Compared:
-        """Return the result of a request that `take` has named."""
-        output, base = self._ends[index], self._base
+    def _compared(self, index: int) -> Compared:
+        """Return the result of a request that `_take` has named."""
+        output, base = self._ends[index], self._base_of(index)
         if base is None or base == index or not isinstance(output, ComparedOutput):
             return output
         return dataclasses.replace(output, versus_base=self._difference(output, base))
 
-    @property
-    def _base(self) -> int | None:
-        """Index of the first request without adapters that has not failed."""
+    def _base_of(self, index: int) -> int | None:
+        """Index of the first request without adapters that has the same prompt and not failed."""
+        prompt = self._requests[index].prompt
         return next(
-            (i for i in self._bases if not isinstance(self._ends.get(i), LoraplexError)), None
+            (
+                base
+                for base in self._bases
+                if self._requests[base].prompt == prompt
+                and not isinstance(self._ends.get(base), LoraplexError)
+            ),
+            None,
         )
 
     def _is_settled(self, index: int) -> bool:
-        output, base = self._ends[index], self._base
+        output, base = self._ends[index], self._base_of(index)
         if base is None or base in self._ends or not isinstance(output, ComparedOutput):
+            return True
+        if output.finish_reason is FinishReason.ABORT:  # its client waits for no more
             return True
         return self._difference(output, base).first is not None
 
@@ -209,8 +248,8 @@ def difference(output: Sequence[TokenLogprob], base: Sequence[TokenLogprob]) -> 
     return Difference(same, mean, first)
 
 
-def _comparable(sampling: SamplingParams) -> SamplingParams:
-    seed = response_seed() if sampling.seed is None else sampling.seed
+def _comparable(sampling: SamplingParams, shared_seed: int) -> SamplingParams:
+    seed = shared_seed if sampling.seed is None else sampling.seed
     return msgspec.structs.replace(sampling, n=1, seed=seed, logprobs=MAX_LOGPROBS)
 
 

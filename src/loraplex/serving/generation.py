@@ -54,7 +54,13 @@ class _Outputs(AsyncIterator[RequestOutput]):
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self._engine_request.prompt_token_ids)
+        return len(self._prompt_token_ids)
+
+    @property
+    def _prompt_token_ids(self) -> tuple[int, ...]:
+        """RequestOutput.prompt_token_ids"""
+        request = self._engine_request
+        return request.encoder_token_ids + request.prompt_token_ids
 
     def when_ready(self, read: Callable[[], bool]) -> None:
         """Implements ReadyOutputs."""
@@ -64,6 +70,11 @@ class _Outputs(AsyncIterator[RequestOutput]):
     def take_ready(self) -> RequestOutput | None:
         """Implements ReadyOutputs; None by default."""
         return None
+
+    def cancel(self) -> None:
+        """Implements Cancellable."""
+        if not self._finished:
+            self._engine.abort(self._engine_request.request_id)
 
     async def aclose(self) -> None:
         """Abort the request unless it is over, whether or not anything was read."""
@@ -191,7 +202,8 @@ class Generation(_Outputs):
             client_request_id=self._request.client_request_id,
             model=self._request.model,
             adapters=self.adapters,
-            prompt_token_ids=self._engine_request.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
+            num_encoder_tokens=len(self._engine_request.encoder_token_ids),
             sequences=sequences,
             num_output_tokens=self._num_output_tokens,
             finished=finished,
@@ -220,7 +232,8 @@ class Pooling(_Outputs):
             client_request_id=self._request.client_request_id,
             model=self._request.model,
             adapters=self.adapters,
-            prompt_token_ids=self._engine_request.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
+            num_encoder_tokens=len(self._engine_request.encoder_token_ids),
             sequences=tuple(
                 SequenceOutput(delta.index, "", (), (), delta.finish_reason) for delta in deltas
             ),

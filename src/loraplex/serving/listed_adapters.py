@@ -153,6 +153,10 @@ class _VersionRow:
         return self._list.residency.get(self.digest, Residency.ABSENT)
 
     @property
+    def has_warnings(self) -> bool:
+        return bool(self._version.remarks.warnings)
+
+    @property
     def use(self) -> UsageCount:
         return self._list.use_of(self._version)
 
@@ -175,6 +179,7 @@ class _DiscoveredRow:
     rank = 0
     state = AdapterState.UNVALIDATED
     residency = Residency.ABSENT
+    has_warnings = False
 
     @property
     def name(self) -> str:

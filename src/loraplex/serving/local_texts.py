@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from loraplex.core.errors import InvalidRequestError, PromptTooLongError
+from loraplex.core.request import GenerateRequest
+from loraplex.core.task import Pool
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.sandbox.process import Sandbox, SandboxKind
 from loraplex.serving.text.chat_template import NO_TEMPLATE, TOO_BIG, ChatTemplate
 from loraplex.serving.text.detokenizer import continuation
-from loraplex.text.tokenizer import Tokenizer
+from loraplex.text.tokenizer import PairTokens, Tokenizer
 
 INLINE_CHARACTERS = 1024
 """Shorter texts are tokenized on the event loop: handing them to a thread would take longer."""
@@ -71,7 +73,7 @@ class ChatRenderer:
         }
         self.text: Final = ChatTemplate(**arguments).text
         """Sources of all templates."""
-        self._has_templates = bool(templates)
+        self.has_templates: Final = bool(templates)
         self._sandbox = Sandbox(kind, json.dumps(arguments).encode)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -80,7 +82,7 @@ class ChatRenderer:
         Raises InvalidRequestError also for a chat that exceeds the limits of time or memory, and
         QueueFullError if too many chats wait.
         """
-        if not self._has_templates:
+        if not self.has_templates:
             raise InvalidRequestError(NO_TEMPLATE, param="messages")
         chat = functools.partial(_as_json, {"messages": messages, **options})
         is_short = len(messages) <= _INLINE_MESSAGES
@@ -132,12 +134,12 @@ class LocalTexts:
         puts around a text are added, but never a second BOS: a text that begins with it (a chat
         template or the client wrote it) gets no other.
         """
-        max_model_len = self.card.max_model_len
-        if len(text) > max_model_len * MAX_TOKEN_CHARACTERS:
+        longest = self.card.longest_prompt
+        if len(text) > longest * MAX_TOKEN_CHARACTERS:
             raise self._too_long(f"{len(text)} characters")
-        max_tokens, num_tokens = max_excess * max_model_len, 0
-        part = max(max_model_len, INLINE_CHARACTERS)
-        is_usual = len(text) <= max_model_len * _USUAL_CHARACTERS
+        max_tokens, num_tokens = max_excess * longest, 0
+        part = max(longest, INLINE_CHARACTERS)
+        is_usual = len(text) <= longest * _USUAL_CHARACTERS
         for start in () if is_usual else range(0, len(text), part):
             num_tokens += len(self.tokenizer.encode(text[start : start + part], False))
             if num_tokens > max_tokens:
@@ -147,15 +149,38 @@ class LocalTexts:
         has_two = add_special_tokens and bos is not None and token_ids[:2] == [bos, bos]
         return token_ids[1:] if has_two else token_ids
 
+    @property
+    def num_special_tokens(self) -> tuple[int, int]:
+        """Number of tokens that the tokenizer puts before and after each text."""
+        with_all, alone = (self.tokenizer.encode("a", is_added) for is_added in (True, False))
+        places = range(len(with_all) - len(alone) + 1)
+        first = next((i for i in places if with_all[i : i + len(alone)] == alone), 0)
+        return first, max(0, len(with_all) - first - len(alone))
+
     def _too_long(self, size: str) -> PromptTooLongError:
+        of_output = " (max_model_len), prompt and output together"
         return PromptTooLongError(
             f"the prompt has {size}; model {self.card.name!r} takes at most "
-            f"{self.card.max_model_len} tokens (max_model_len), prompt and output together",
+            f"{self.card.longest_prompt} tokens{'' if self.card.encoder else of_output}",
             param="prompt",
         )
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._encode(text, add_special_tokens, _MAX_CUT_EXCESS)
+
+    def tokenize_pair(self, first: str, second: str) -> PairTokens:
+        if max(len(first), len(second)) > self.card.max_model_len * MAX_TOKEN_CHARACTERS:
+            raise self._too_long(f"{len(first) + len(second)} characters")
+        return self.tokenizer.encode_pair(first, second)
+
+    def kept_tokens(self, request: GenerateRequest) -> tuple[int, int]:
+        """Return how many tokens at both ends of a text stay when it is cut."""
+        assert request.truncation is not None, "only a text with a limit is cut"
+        # A vector may be that of the token which the tokenizer puts at the end.
+        has_frame = isinstance(request.task, Pool) and isinstance(request.prompt, str)
+        if request.truncation.kept is None and has_frame and request.add_special_tokens:
+            return self.num_special_tokens
+        return request.truncation.kept or (0, 0)
 
     def detokenize(
         self,

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from loraplex.core.adapter import LoraTarget
-from loraplex.core.cache import States
+from loraplex.core.cache import Cross, States
 from loraplex.core.config import ModelConfig
 from loraplex.core.plan import CacheGroupCapacity, Capacity
 from loraplex.core.stats import CacheGroupStats, EngineStats
@@ -20,6 +20,8 @@ class CacheGroupMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Most positions that these layers see, in a window or in chunks; None: all."""
     state_tokens: int = 0
     """Tokens between recurrent states, each of which is a block; 0: blocks of positions."""
+    is_of_encoder: bool = False
+    """Whether the positions are those of an encoder's input, which cross attention reads."""
     blocks: int
     block_bytes: int = 0
     """Bytes of a block in all these layers of one rank."""
@@ -186,6 +188,7 @@ def _cache_groups(
         CacheGroupMemory(
             attention_window=group.spec.reach,
             state_tokens=group.spec.every if isinstance(group.spec, States) else 0,
+            is_of_encoder=isinstance(group.spec, Cross),
             blocks=group.num_blocks,
             block_bytes=group.block_bytes,
             held=count.held,

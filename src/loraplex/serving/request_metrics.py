@@ -48,6 +48,8 @@ class AdmittedOutputs(Protocol):
 
     async def aclose(self) -> None: ...
 
+    def cancel(self) -> None: ...
+
     @property
     def adapters(self) -> tuple[ResolvedAdapter, ...]: ...
 
@@ -97,6 +99,11 @@ class RequestMetrics:
         self._add_times()
         self.constrained_requests = self._counter(
             "constrained_requests", "Requests whose output must match a grammar.", ("model", "kind")
+        )
+        self.pooled_requests = self._counter(
+            "pooled_requests",
+            "Requests for a vector (embed), labels (classify) or a score of their prompt.",
+            ("model", "task"),
         )
         self.restarted_requests = self._counter(
             "restarted_requests",
@@ -169,6 +176,8 @@ class RequestMetrics:
         grammar = task.sampling.grammar if isinstance(task, Generate) else None
         if grammar is not None:
             self.constrained_requests.labels(request.model, grammar.kind.value).inc()
+        if not isinstance(task, Generate):
+            self.pooled_requests.labels(request.model, task.name).inc()
         return ObservedOutputs(self, request.model, outputs, self._clock, record, lease)
 
     def observe_error(self, model: str, error: LoraplexError) -> None:
@@ -253,6 +262,10 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         if output is not None:
             self._count(output)
         return output
+
+    def cancel(self) -> None:
+        """Implements Cancellable. The last output is counted when it comes."""
+        self._outputs.cancel()
 
     async def aclose(self) -> None:
         self._end(FinishReason.ABORT)

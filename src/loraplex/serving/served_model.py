@@ -26,16 +26,16 @@ from loraplex.core.errors import (
     UnsupportedFeatureError,
 )
 from loraplex.core.plan import Capacity
-from loraplex.core.principal import DEFAULT_TENANT, LOCAL, Principal
+from loraplex.core.principal import ALL, DEFAULT_TENANT, LOCAL, Principal
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import FairShare
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
-from loraplex.core.task import Generate
+from loraplex.core.task import Generate, Pool, PoolKind
 from loraplex.memory.adapter_pages import layer_targets, most_pages
-from loraplex.serving.access.tenant_adapters import DiscoveredAdapters, TenantAdapters
+from loraplex.serving.access.tenant_adapters import DiscoveredAdapters, LeftOut, TenantAdapters
 from loraplex.serving.adapter_cards import AdapterState
-from loraplex.serving.admission import cut_prompt
+from loraplex.serving.admission import cut_prompt, first_ids, without_padding
 from loraplex.serving.engines.async_engine import AsyncEngine
 from loraplex.serving.engines.engine_state import EngineEnd
 from loraplex.serving.grammar.grammars import Grammars
@@ -67,6 +67,8 @@ class ServedModel(LocalTexts):
     unfit: dict[str, LoraplexError] = dataclasses.field(default_factory=dict)
     """Why a stored adapter cannot be served, by digest."""
     discovered: DiscoveredAdapters = dataclasses.field(default_factory=DiscoveredAdapters)
+    left_out: Sequence[LeftOut] = ()
+    """Entries of its adapter folders that are not served."""
     grammars: Grammars = dataclasses.field(init=False)
     share_kind: FairShare = dataclasses.field(init=False)
     """What shares the capacity of its engine."""
@@ -88,7 +90,15 @@ class ServedModel(LocalTexts):
 
     def _set_capacity(self, capacity: Capacity) -> None:
         """Admit requests up to the longest sequence that the memory of the present engine holds."""
-        self.card = msgspec.structs.replace(self.card, max_model_len=capacity.max_model_len)
+        encoder = self.card.encoder
+        if encoder is not None:
+            encoder = msgspec.structs.replace(encoder, max_tokens=capacity.longest_encoder_input)
+        self.card = msgspec.structs.replace(
+            self.card,
+            max_model_len=capacity.max_model_len,
+            device_name=capacity.device_name,
+            encoder=encoder,
+        )
 
     async def in_tokens(self, request: GenerateRequest) -> tuple[GenerateRequest, Sequence[int]]:
         """Return a request whose texts are tokens, and the part of its prompt that it takes."""
@@ -103,15 +113,43 @@ class ServedModel(LocalTexts):
             task = Generate(await self.grammars.compiled(sampling))
             request = msgspec.structs.replace(request, task=task)
         if truncation is not None:
-            token_ids = cut_prompt(request, truncation, token_ids, self.card)
+            kept = self.kept_tokens(request)
+            token_ids = cut_prompt(request, truncation, token_ids, self.card, kept)
+        if isinstance(task, Pool) and task.kind is PoolKind.SCORE:
+            token_ids = without_padding(token_ids, self.card.classes.pad_token_id)
         return request, token_ids
+
+    async def ids_of_stacks(
+        self, request: GenerateRequest, token_ids: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens of the decoder and of the encoder, which has those of a prompt.
+
+        Raises InvalidParameterError, UnsupportedFeatureError.
+        """
+        given, encoder = request.decoder_prompt, self.card.encoder
+        if encoder is None:
+            if given is not None or request.forced_bos_token_id is not None:
+                param = "forced_bos_token_id" if given is None else "decoder_prompt"
+                raise UnsupportedFeatureError(
+                    f"model {self.card.name!r} has no encoder, so it takes no {param}: its prompt "
+                    "is what the output continues",
+                    param=param,
+                )
+            return token_ids, ()
+        if isinstance(given, str):
+            given = tuple(await self.prompt_ids(given, add_special_tokens=False))
+        return first_ids(encoder, given, request.forced_bos_token_id), token_ids
 
     def resolve(
         self, choices: tuple[AdapterChoice, ...], seen: TenantAdapters
     ) -> list[tuple[AdapterVersion, float]]:
         """The versions that a request will run with, from now to its end. seen: by its tenant."""
         if choices and not seen.principal.rights.use.patterns:
-            raise PermissionDeniedError(f"tenant {seen.principal.tenant!r} may not use adapters")
+            principal = seen.principal
+            raise PermissionDeniedError(
+                f"tenant {principal.tenant!r} may not use adapters: "
+                f"{principal.right_line('use', ALL)}"
+            )
         if choices and not self.takes_adapters:
             raise UnsupportedFeatureError(
                 f"LoRA is not enabled for this model: {self.card.name!r} is served without "
@@ -124,6 +162,17 @@ class ServedModel(LocalTexts):
                 raise _cannot_be_served(version, self.unfit[version.digest])
             chosen.append((version, choice.scale))
         return chosen
+
+    def with_prefix(
+        self, request: GenerateRequest, chosen: Sequence[tuple[AdapterVersion, float]]
+    ) -> GenerateRequest:
+        """Return a request whose text has its prefix: of the first adapter with prompts, if any.
+
+        Raises InvalidParameterError for a prompt that is not there.
+        """
+        own = (version.staged.prompts for version, _ in chosen)
+        prompts = next((found for found in own if found is not None), self.card.vectors.prompts)
+        return request.with_prefix(prompts)
 
     def end_token_ids(self, chosen: Sequence[tuple[AdapterVersion, float]]) -> tuple[int, ...]:
         """Return the model's end tokens and those of a request's adapters.

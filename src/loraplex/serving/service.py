@@ -49,9 +49,15 @@ from loraplex.serving.adapters.declared_changes import DeclaredChanges
 from loraplex.serving.adapters.folder_follower import FolderFollower
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.upkeep import CatalogUpkeep
-from loraplex.serving.admission import admit, check_request, compose, share_weight
+from loraplex.serving.admission import (
+    admit,
+    check_head,
+    check_request,
+    compose,
+    share_weight,
+)
 from loraplex.serving.backend import Health, ModelCard, vector_of
-from loraplex.serving.catalog import ModelCatalog, pin_on_device
+from loraplex.serving.catalog import ModelCatalog, pin_on_device, release_kept
 from loraplex.serving.continuation import current_continuation
 from loraplex.serving.draining import Draining
 from loraplex.serving.engines.async_engine import AsyncEngine
@@ -102,7 +108,9 @@ class Service:
         self._loader = CatalogLoader(worker, self._catalog, clock)
         self.uploads = uploads
         self._upkeep = CatalogUpkeep(self._models.values(), self._loader, uploads=uploads)
-        self._follower = FolderFollower(self._loader, self._catalog, adapter_watch_seconds)
+        self._follower = FolderFollower(
+            self._loader, self._catalog, adapter_watch_seconds, worker.policy
+        )
         self.declared: DeclaredAdapters | None = None
         changes: DeclaredChanges | None = None
         if declarations is not None:
@@ -258,13 +266,16 @@ class Service:
             model = self._catalog.model(request.model, principal)
             chosen = await self._chosen(model, request, principal, lease)
             composition = compose(chosen, model.shapes)
+            check_head(request.task, composition, model.card)
+            request = model.with_prefix(request, chosen)
             request, token_ids = await model.in_tokens(request)
-            adapters = tuple(
-                ResolvedAdapter(version.name, version.digest, scale) for version, scale in chosen
-            )
+            token_ids, encoder_ids = await model.ids_of_stacks(request, token_ids)
+            num_tokens = len(encoder_ids) + len(token_ids)
+            adapters = tuple(ResolvedAdapter(own.name, own.digest, scale) for own, scale in chosen)
             engine_request = admit(
                 request,
                 token_ids,
+                encoder_token_ids=encoder_ids,
                 model=model.card,
                 eos_token_ids=model.end_token_ids(chosen),
                 adapters=tuple(AdapterUse(version.digest, scale) for version, scale in composition),
@@ -280,12 +291,12 @@ class Service:
             )
             self.responses.reserve(
                 engine_request.task,
-                len(token_ids),
+                num_tokens,
                 model.card.vocab_size,
                 request.logit_bytes,
                 request.repeated_bytes,
             )
-            lease.reserve(len(token_ids), engine_request.task)
+            lease.reserve(num_tokens, engine_request.task)
             submit = functools.partial(
                 model.engine.submit,
                 adapters=[version.source for version, _ in composition],
@@ -297,6 +308,9 @@ class Service:
                 stream = submit(engine_request)
             else:
                 engine_request, stream = continuation.begin(engine_request, submit)
+            for choice, (version, _) in zip(request.adapters, chosen, strict=True):
+                if isinstance(choice.key, ByDigest):
+                    release_kept(model, version)
             return AdmittedRequest(engine_request, adapters, stream, model.engine, lease)
 
     async def _chosen(
@@ -324,7 +338,8 @@ class Service:
         if request.load_policy is not LoadPolicy.ALWAYS:
             return chosen
         for version in (version for version, _ in chosen if seen.owns(version)):
-            await self._loader.reload(model, version)
+            if not model.store.is_kept_only(version):  # its source has another content by now
+                await self._loader.reload(model, version)
         return model.resolve(request.adapters, seen)
 
     async def _look_for_new(
@@ -342,6 +357,8 @@ class Service:
                     raise error
             elif isinstance(key, ByName) and key.name in rights.use and seen.find(key) is None:
                 await self._follower.take_named(model, key.name, tenant)
+            elif isinstance(key, ByDigest) and seen.find(key) is None:
+                await asyncio.to_thread(seen.recall, key.digest, model.check_fits)
 
     async def _validate(
         self, model: ServedModel, adapter: ConfiguredAdapter, turn: str

@@ -107,6 +107,12 @@ class WireRequest(msgspec.Struct, eq=False):
     status: str = ""
     """HTTP's number, or the name of gRPC's code."""
     error: LoraplexError | None = None
+    model: str = ""
+    """Base model of the adapter that it is about."""
+    subject: str = ""
+    """Name of the adapter that it is about, if it manages or describes one."""
+    changes_adapter: bool = False
+    """Whether it manages that."""
     generations: list[GenerationRecord] = msgspec.field(default_factory=list)
     started_ns: int = msgspec.field(default_factory=time.monotonic_ns)
     started_unix_ns: int = msgspec.field(default_factory=time.time_ns)
@@ -171,14 +177,18 @@ class WireRequest(msgspec.Struct, eq=False):
             self._when_ended = (*self._when_ended, call)
 
     @property
+    def failure(self) -> LoraplexError | None:
+        """Return what went wrong; None: nothing did."""
+        if self.error is not None:
+            return self.error
+        errors = (record.error for record in self.generations)
+        return next((error for error in errors if error is not None), None)
+
+    @property
     def error_code(self) -> str:
         """The stable code of what went wrong; empty if nothing did."""
-        if self.error is not None:
-            return self.error.code
-        for record in self.generations:
-            if record.error is not None:
-                return record.error.code
-        return ""
+        failure = self.failure
+        return "" if failure is None else failure.code
 
 
 _making_traces = threading.Lock()
@@ -213,6 +223,12 @@ def note_error(error: LoraplexError) -> None:
     """Note the error with which the current request ends."""
     if (request := current_request()) is not None:
         request.error = error
+
+
+def note_subject(model: str, adapter: str, *, is_change: bool) -> None:
+    """Note the adapter that the current request manages or describes."""
+    if (request := current_request()) is not None:
+        request.model, request.subject, request.changes_adapter = model, adapter, is_change
 
 
 def note_request_id(request_id: str) -> None:

@@ -48,14 +48,23 @@ class _Rule(NamedTuple):
 
 
 _QWEN_2: Final = _Rule(_LLAMA_3.replace("{1,3}", ""), normalizes=True)
+_QWEN_35: Final = _Rule(
+    # Marks go with letters.
+    _QWEN_2.pattern.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(
+        r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+    ),
+    normalizes=True,
+)
 _RULES: Final[Mapping[str, _Rule]] = {
     "gpt-2": _Rule(),
     "llama-bpe": _Rule(_LLAMA_3, prefers_whole=True),
     "llama3": _Rule(_LLAMA_3, prefers_whole=True),
     "qwen2": _QWEN_2,
+    "qwen35": _QWEN_35,
     "deepseek-r1-qwen": _QWEN_2,
     "smollm": _Rule(has_single_digits=True),
     "dbrx": _Rule(_LLAMA_3),
+    "lfm2": _Rule(_LLAMA_3),
     "smaug-bpe": _Rule(_LLAMA_3),
 }
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import tokenizers
@@ -27,6 +27,16 @@ from loraplex.text.special_tokens import (
     set_frame,
 )
 from loraplex.text.token_decoding import TextStream, Vocabulary, parse_decoder
+
+
+class PairTokens(NamedTuple):
+    """Tokens of two texts that are joined."""
+
+    token_ids: list[int]
+    start: int
+    """Place of the first token of the second text."""
+    end: int
+    """Place after its last one."""
 
 
 class Tokenizer(Protocol):
@@ -53,6 +63,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises InvalidRequestError for a text that is not Unicode (a lone surrogate)."""
+        ...
+
+    def encode_pair(self, first: str, second: str) -> PairTokens:
+        """Encode two texts with the tokens that the folder puts around and between them.
+
+        Raises as `encode`.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -196,14 +213,7 @@ class LibraryTokenizer:
         return self._named
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"the text is not valid Unicode: at character {error.start} there is the lone "
-                f"surrogate U+{ord(text[error.start]):04X}",
-                param="prompt",
-            ) from error
+        _check_unicode(text)
         if len(text) <= _SHORT_CHARACTERS:
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -211,6 +221,15 @@ class LibraryTokenizer:
                 [text], add_special_tokens=add_special_tokens
             )
         return list(encoding.ids)
+
+    def encode_pair(self, first: str, second: str) -> PairTokens:
+        _check_unicode(first)
+        _check_unicode(second)
+        [encoding] = self._backend.encode_batch([(first, second)])
+        texts = encoding.sequence_ids
+        if 1 not in texts:
+            return PairTokens(list(encoding.ids), len(texts), len(texts))
+        return PairTokens(list(encoding.ids), texts.index(1), len(texts) - texts[::-1].index(1))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         stream = self.text_stream(skip_special_tokens)
@@ -231,6 +250,17 @@ class LibraryTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._vocabulary.special_ids
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text is not valid Unicode: at character {error.start} there is the lone "
+            f"surrogate U+{ord(text[error.start]):04X}",
+            param="prompt",
+        ) from error
 
 
 def _cleans_up_spaces(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> bool:

@@ -30,6 +30,8 @@ class FamilyCase:
     """What the random embedding is multiplied by: the larger, the more tokens differ."""
     is_quick: bool = False
     """Whether `make test` runs it, on one backend. The others run in CI only."""
+    prepare: Callable[[Any], None] | None = None
+    """Changes a random model before it is saved."""
     convert: Callable[[Path], None] | None = None
     """Rewrites a saved checkpoint or adapter, for families that transformers has no class of."""
 
@@ -43,6 +45,8 @@ class FamilyCase:
             for parameter in model.parameters():
                 parameter.copy_(_PARAMETER_SCALE * torch.randn_like(parameter))
             model.get_input_embeddings().weight.mul_(self.embedding_factor)
+            if self.prepare is not None:
+                self.prepare(model)
         model.tie_weights()
         model.save_pretrained(folder)
         if self.convert is not None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-_LINEARS = "self_attn.{q,k,v,o}_proj mlp.{gate,up,down}_proj"
+LINEARS = "self_attn.{q,k,v,o}_proj mlp.{gate,up,down}_proj"
 NORMS = "input_layernorm post_attention_layernorm"
 _SANDWICH = f"{NORMS} pre_feedforward_layernorm post_feedforward_layernorm"
 HEAD_NORMS = "self_attn.q_norm self_attn.k_norm"
@@ -25,10 +25,12 @@ class Published:
     parts: str
     """Weights of a layer; braces hold alternatives."""
     biases: str = ""
+    others: str = ""
+    """Other tensors of a layer, by their whole names."""
     windows: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
     """Window by layer, of some layers."""
-    thetas: Mapping[int, float]
-    """Theta by layer, of some layers."""
+    thetas: Mapping[int, float | None]
+    """Theta by layer, of some layers; None: the layer does not rotate."""
     score_scale: float
     ignored: tuple[str, ...] = ()
     """Other tensors in the checkpoint."""
@@ -62,7 +64,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=2_506_172_416,
         num_tensors=18 * 9 + 2,
-        parts=f"{_LINEARS} {NORMS}",
+        parts=f"{LINEARS} {NORMS}",
         thetas={0: 1e4},
         score_scale=256**-0.5,
     ),
@@ -84,7 +86,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=27_227_128_320,
         num_tensors=46 * 11 + 2,
-        parts=f"{_LINEARS} {_SANDWICH}",
+        parts=f"{LINEARS} {_SANDWICH}",
         windows={0: 4096, 1: None, 44: 4096, 45: None},
         thetas={0: 1e4, 1: 1e4},
         score_scale=144**-0.5,
@@ -108,8 +110,36 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=999_885_952,
         num_tensors=26 * 13 + 2,
-        parts=f"{_LINEARS} {_SANDWICH} {HEAD_NORMS}",
+        parts=f"{LINEARS} {_SANDWICH} {HEAD_NORMS}",
         windows={0: 512, 4: 512, 5: None, 6: 512, 23: None, 25: 512},
+        thetas={0: 1e4, 5: 1e6},
+        score_scale=256**-0.5,
+    ),
+    "embeddinggemma-300m": Published(
+        config=config(
+            "Gemma3TextModel",
+            "768 1152 24 3 1 262144",
+            _sliding_window_pattern=6,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            head_dim=256,
+            hidden_activation="gelu_pytorch_tanh",
+            layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 4,
+            max_position_embeddings=2048,
+            query_pre_attn_scalar=256,
+            rms_norm_eps=1e-06,
+            rope_local_base_freq=10000.0,
+            rope_scaling=None,
+            rope_theta=1000000.0,
+            sliding_window=512,
+            use_bidirectional_attention=True,
+            eos_token_id=1,
+        ),
+        num_parameters=302_863_104,
+        num_tensors=24 * 13 + 2,
+        root="",
+        parts=f"{LINEARS} {_SANDWICH} {HEAD_NORMS}",
+        windows={0: 257, 4: 257, 5: None, 6: 257, 23: None},
         thetas={0: 1e4, 5: 1e6},
         score_scale=256**-0.5,
     ),
@@ -133,7 +163,7 @@ MODELS: dict[str, Published] = {
         num_parameters=3_880_263_168,
         num_tensors=34 * 13 + 2,
         root="language_model.model.",
-        parts=f"{_LINEARS} {_SANDWICH} {HEAD_NORMS}",
+        parts=f"{LINEARS} {_SANDWICH} {HEAD_NORMS}",
         windows={0: 1024, 5: None, 29: None, 33: 1024},
         thetas={0: 1e4, 5: 1e6},
         score_scale=256**-0.5,
@@ -220,7 +250,7 @@ MODELS: dict[str, Published] = {
         num_parameters=23_572_403_200,
         num_tensors=40 * 9 + 3,
         root="language_model.model.",
-        parts=f"{_LINEARS} {NORMS}",
+        parts=f"{LINEARS} {NORMS}",
         windows={0: None, 39: None},
         thetas={0: 1e9},
         score_scale=128**-0.5,
@@ -267,7 +297,7 @@ MODELS: dict[str, Published] = {
         num_parameters=8_489_553_920,
         num_tensors=34 * 9 + 3,
         root="language_model.model.",
-        parts=f"{_LINEARS} {NORMS}",
+        parts=f"{LINEARS} {NORMS}",
         thetas={0: 1e6},
         score_scale=128**-0.5,
         ignored=("multi_modal_projector.norm.weight", "vision_tower.ln_pre.weight"),
@@ -290,7 +320,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=8_170_848_256,
         num_tensors=40 * 9 + 2,
-        parts=f"{_LINEARS} {NORMS}",
+        parts=f"{LINEARS} {NORMS}",
         thetas={0: 1e7},
         score_scale=0.0078125,
     ),
@@ -308,7 +338,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=7_298_617_344,
         num_tensors=32 * 11 + 3,
-        parts=f"{_LINEARS} {HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
+        parts=f"{LINEARS} {HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
         thetas={0: 5e5},
         score_scale=128**-0.5,
     ),
@@ -334,7 +364,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=7_298_011_136,
         num_tensors=32 * 11 + 3,
-        parts=f"{_LINEARS} {HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
+        parts=f"{LINEARS} {HEAD_NORMS} post_{{attention,feedforward}}_layernorm",
         windows={0: 4096, 2: 4096, 3: None, 31: None},
         thetas={0: 5e5, 3: 5e5},
         score_scale=128**-0.5,
@@ -381,7 +411,7 @@ MODELS: dict[str, Published] = {
         ),
         num_parameters=3_085_938_688,
         num_tensors=36 * 12 + 2,
-        parts=f"{_LINEARS} {NORMS}",
+        parts=f"{LINEARS} {NORMS}",
         biases="self_attn.{q,k,v}_proj",
         windows={0: None, 35: None},
         thetas={0: 1e6},
@@ -422,7 +452,7 @@ MODELS: dict[str, Published] = {
         num_parameters=4_022_468_096,
         num_tensors=36 * 11 + 2,
         root="model.language_model.",
-        parts=f"{_LINEARS} {NORMS} {HEAD_NORMS}",
+        parts=f"{LINEARS} {NORMS} {HEAD_NORMS}",
         thetas={0: 5e6},
         score_scale=128**-0.5,
         ignored=(

@@ -11,7 +11,16 @@ from collections.abc import Callable
 Launch = Callable[[], object]
 Cases = dict[str, Launch]
 
-GROUPS = ("lora", "attention", "elementwise", "sampling", "linear", "experts")
+GROUPS = (
+    "lora",
+    "attention",
+    "elementwise",
+    "convolution",
+    "recurrence",
+    "sampling",
+    "linear",
+    "experts",
+)
 
 
 _FIRST_FP8 = 89

@@ -36,6 +36,10 @@ def cases() -> Cases:
         made |= _steps(f"{name} bf16 with all terms", llama, *_BF16, _all_terms(llama))
     made |= _steps("8b bf16 capped", LLAMA_3_1_8B, *_BF16, _CAPPED)
     made |= _steps("8b bf16 window", LLAMA_3_1_8B, *_BF16, _WINDOW)
+    for rules in (AttentionRules(scale=0.1), _WINDOW):
+        both = dataclasses.replace(rules, is_causal=False)
+        name = f"8b bf16 both directions, window {rules.window}"
+        made |= _steps(name, LLAMA_3_1_8B, *_BF16, both)
     made |= _int8_steps("8b", LLAMA_3_1_8B)
     for head_dim in _PLAIN_HEAD_DIMS:
         model = dataclasses.replace(LLAMA_3_1_8B, head_dim=head_dim)

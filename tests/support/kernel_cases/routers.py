@@ -48,6 +48,7 @@ def _case(
     factor: float = 1.0,
     groups: tuple[int, int] = (1, 1),
     jitter: float = 0.0,
+    has_selection_bias: bool = False,
 ) -> RouterCase:
     """groups: their number, and of how many a token chooses."""
     rules = RoutingRules(
@@ -60,7 +61,7 @@ def _case(
         num_chosen_groups=groups[1],
         jitter=jitter,
     )
-    return RouterCase(rules, has_selection_bias=mode is RoutingMode.SIGMOID)
+    return RouterCase(rules, has_selection_bias or mode is RoutingMode.SIGMOID)
 
 
 ROUTERS: Final[Mapping[str, RouterCase]] = {
@@ -71,6 +72,7 @@ ROUTERS: Final[Mapping[str, RouterCase]] = {
     "olmoe": _case(64, 8, RoutingMode.SOFTMAX),
     "deepseek-v2-lite": _case(64, 6, RoutingMode.SOFTMAX),
     "deepseek-v2": _case(160, 6, RoutingMode.SOFTMAX, factor=16.0, groups=(8, 3)),
+    "ernie-moe": _case(64, 6, RoutingMode.SOFTMAX, normalizes=True, has_selection_bias=True),
     "deepseek-v3": _case(256, 8, RoutingMode.SIGMOID, normalizes=True, factor=2.5, groups=(8, 4)),
     "deepseek-v3-no-norm": _case(32, 4, RoutingMode.SIGMOID, factor=1.5, groups=(4, 2)),
     "glm4-moe": _case(128, 8, RoutingMode.SIGMOID, normalizes=True),

@@ -8,11 +8,15 @@ import pytest
 
 from loraplex.adapters.base_check import (
     BaseCheck,
+    Remarks,
+    WarningCode,
     check_base_name,
     check_cast,
     check_magnitudes,
     check_shapes,
     check_targets,
+    divided,
+    other_base,
 )
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.shapes import BaseShapes
@@ -233,6 +237,54 @@ def test_names_of_bases():
         check_base_name("org/other", "model", BaseCheck.ERROR)
 
 
+LLAMA = "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "base_model", "architecture", "kind"),
+    [
+        ("mistralai/Mistral-7B-v0.1", "/models/prod", LLAMA, "architecture than Llama"),
+        ("mistralai/Mistral-7B-v0.1", "/models/Llama-3-8B", LLAMA, "size"),
+        ("Qwen/Qwen2.5-7B", "/models/mine", LLAMA, "architecture"),
+        ("meta-llama/Llama-3.2-1B", "Llama-3.2-3B-Instruct", LLAMA, "size"),
+        ("mistralai/Mixtral-8x7B", "mixtral-8x22b", "MixtralForCausalLM", "size"),
+        ("google/gemma-3-270m", "gemma-3-1b-it", "Gemma3ForCausalLM", "size"),
+    ],
+)
+def test_another_architecture_or_size_is_an_error(trained_on, base_model, architecture, kind):
+    with pytest.raises(AdapterMismatchError, match=f"of another {kind}.*adapter_base_check = warn"):
+        check_base_name(trained_on, base_model, BaseCheck.AUTO, architecture=architecture)
+    (warning,) = check_base_name(trained_on, base_model, BaseCheck.WARN, architecture=architecture)
+    assert kind in warning
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "base_model", "architecture"),
+    [
+        ("meta-llama/Llama-3-8B", "NousResearch/Hermes-3-Llama-3.1-8B", LLAMA),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen2.5-7B-Instruct", "Qwen2ForCausalLM"),
+        ("HuggingFaceTB/SmolLM2-360M", "smollm2-0.36b", LLAMA),
+        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b-instruct-2507", "Qwen3MoeForCausalLM"),
+        ("unsloth/phi-4", "phi-4-mine", LLAMA),
+        ("teknium/OpenHermes-2.5", "/models/prod", "MistralForCausalLM"),
+        ("me/zephyr-7b-beta", "/models/prod", "MistralForCausalLM"),
+        ("org/base", "me/prod", ""),
+        ("/hub/models--o--Llama-3-8B/snapshots/7b", "/models/llama-3-8b-chat", LLAMA),
+    ],
+)
+def test_another_fine_tune_is_a_warning(trained_on, base_model, architecture):
+    (warning,) = check_base_name(trained_on, base_model, BaseCheck.AUTO, architecture=architecture)
+    assert repr(trained_on) in warning
+    with pytest.raises(AdapterMismatchError):
+        check_base_name(trained_on, base_model, BaseCheck.ERROR, architecture=architecture)
+
+
+def test_a_snapshot_in_the_hub_s_cache_has_the_name_of_its_repository():
+    snapshot = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de"
+    assert check_base_name(snapshot, "Qwen/Qwen3-0.6B", BaseCheck.ERROR) == []
+    assert other_base(snapshot, "qwen3-0.6b-bnb-4bit") is None
+
+
 @pytest.mark.parametrize("trained_on", [None, "o/Model-8B", "o/other"])
 def test_adapters_of_the_original_of_an_awq_base(trained_on):
     *_, warning = check_base_name(trained_on, "model-8b-AWQ", BaseCheck.WARN, "awq")
@@ -240,6 +292,17 @@ def test_adapters_of_the_original_of_an_awq_base(trained_on):
     assert check_base_name("me/Model-8B-AWQ", "model-8b-AWQ", BaseCheck.WARN, "awq") == []
     for warning in check_base_name(trained_on, "model-8b-GPTQ", BaseCheck.WARN, "gptq"):
         assert "AWQ" not in warning
+
+
+def test_rounding_is_the_only_note_and_each_warning_has_a_code():
+    [rounding] = check_cast([lora()], "bfloat16")
+    [other] = check_base_name("meta/Llama-2", "other/mistral", BaseCheck.WARN)
+    [quantised] = check_base_name("meta/Llama-2-GPTQ", "meta/Llama-2", BaseCheck.WARN, "gptq")
+    assert divided([rounding, other, "an end token", quantised]) == Remarks(
+        warnings=(other, "an end token", quantised),
+        codes=(WarningCode.OTHER_BASE, WarningCode.OTHER, WarningCode.OTHER_ROUNDING),
+        notes=(rounding,),
+    )
 
 
 def test_rounded_tensors_are_reported_and_too_large_ones_refused():

@@ -31,7 +31,10 @@ def reasons(examination) -> dict[str, str | None]:
 
 
 def test_all_tensors_of_a_good_adapter_are_applied(examined, peft_folder):
-    found = examined(peft_folder(rank=3).write())
+    folder = peft_folder(rank=3)
+    folder.config["base_model_name_or_path"] = "meta/llama"
+    found = examined(folder.write())
+    assert found.trained_on == "meta/llama"
     assert (found.format, found.num_tensors, found.num_refused) == ("PEFT", 12, 0)
     first = next(t for t in found.tensors if ".1.self_attn.k_proj.lora_A" in t.name)
     assert (first.module, first.layer, first.expert, first.rank) == ("k_proj", 1, None, 3)

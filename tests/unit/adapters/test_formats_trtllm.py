@@ -59,14 +59,22 @@ OF_EXPERTS = {
     20: ("shared_expert_4h_to_h", ["shared_expert.down_proj"]),
     21: ("shared_expert_gate", ["shared_expert.up_proj"]),
 }
-"""Modules that this base lacks; test_formats_trtllm_experts has a base with them."""
-ABSENT = {
-    8: "cross_attn_qkv",
-    9: "cross_attn_q",
-    10: "cross_attn_k",
-    11: "cross_attn_v",
-    12: "cross_attn_dense",
-} | {module_id: name for module_id, (name, _) in OF_EXPERTS.items()}
+OF_MIXERS = {
+    22: ("mamba_in_proj", ["in_proj"]),
+    23: ("mamba_out_proj", ["out_proj"]),
+    24: ("moe_latent_fc1", ["fc1_latent_proj"]),
+    25: ("moe_latent_fc2", ["fc2_latent_proj"]),
+}
+"""Modules that this base lacks: test_formats_trtllm_experts and test_recurrent_names have them."""
+OF_CROSS = {
+    8: ("cross_attn_qkv", ["cross_attn.q_proj", "cross_attn.k_proj", "cross_attn.v_proj"]),
+    9: ("cross_attn_q", ["cross_attn.q_proj"]),
+    10: ("cross_attn_k", ["cross_attn.k_proj"]),
+    11: ("cross_attn_v", ["cross_attn.v_proj"]),
+    12: ("cross_attn_dense", ["cross_attn.o_proj"]),
+}
+"""Modules that this base lacks: golden/test_encoder_decoders has them."""
+ABSENT = {module_id: name for module_id, (name, _) in (OF_CROSS | OF_EXPERTS | OF_MIXERS).items()}
 TYPES = {"<f2": "F16", "<f4": "F32", "<u2": "BF16", "<i4": "I32", "<i8": "I64", "<f8": "F64"}
 
 
@@ -214,7 +222,8 @@ def test_random_adapters_over_all_enabled_modules(adapter, with_batch, with_colu
 def test_the_module_table():
     assert {m.id: m.name for m in LORA_MODULES} == {i: n for i, (n, _) in HELD.items()} | ABSENT
     assert {m.id: list(m.parts) for m in LORA_MODULES if m.parts} == {
-        module_id: parts for module_id, (_, parts) in (HELD | OF_EXPERTS).items()
+        module_id: parts
+        for module_id, (_, parts) in (HELD | OF_CROSS | OF_EXPERTS | OF_MIXERS).items()
     }
 
 
@@ -294,8 +303,8 @@ class TestErrors:
             ([np.append(q_row(), np.ones(12, "<f4"))], [[1, 0, 1, 0]], AdapterMismatchError,
              "more than the 20 values"),
             ([q_row()], [[1, 0, 1, 7]], InvalidAdapterError, "fourth column is 7"),
-            ([q_row()], [[22, 0, 1]], InvalidAdapterError, "module ids are 0 to 21"),
-            ([q_row()], [[-1, 0, 1]], InvalidAdapterError, "module ids are 0 to 21"),
+            ([q_row()], [[26, 0, 1]], InvalidAdapterError, "module ids are 0 to 25"),
+            ([q_row()], [[-1, 0, 1]], InvalidAdapterError, "module ids are 0 to 25"),
             ([q_row()], [[2, 0, 1]], AdapterMismatchError,
              r"row 0 \(attn_k of layer 0\).*more than the 12 values"),
             ([q_row(), q_row()], [[1, 0, 1], [1, 0, 1]], InvalidAdapterError,

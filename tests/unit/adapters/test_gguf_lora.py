@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.canonical import CanonicalRow, read_canonical
 from loraplex.adapters.examination import examine
 from loraplex.adapters.shapes import BaseShapes
@@ -189,8 +190,11 @@ def test_the_base_that_it_names(staged: Stage, write: Callable[..., Path]) -> No
     named = {"general__base_model__0__name": "Llama 3 8B"}
     for fields in (hub, named):
         assert len(staged(write(**fields), base_model="llama-3-8b").warnings) == 1
-        warning, _ = staged(write(**fields), base_model="qwen").warnings
+        loaded = staged(write(**fields), base_model="qwen", base_check=BaseCheck.WARN)
+        warning, _ = loaded.warnings
         assert "Llama-3-8B" in warning
+        with pytest.raises(AdapterMismatchError, match="Llama-3-8B"):
+            staged(write(**fields), base_model="qwen")
 
 
 def test_every_tensor_is_accounted_for(tmp_path: Path, write: Callable[..., Path]) -> None:

@@ -226,7 +226,9 @@ class TestWarnings:
     def test_another_base_model_is_reported(self, staged, peft_folder, trained_on, base, warned):
         folder = peft_folder()
         folder.config["base_model_name_or_path"] = trained_on
-        warnings = staged(folder.write(), base_model=base).warnings
+        adapter = staged(folder.write(), base_model=base)
+        warnings = adapter.warnings
+        assert adapter.trained_on == trained_on
         assert bool(warnings) == warned
         assert all("meta/Llama-2" in warning for warning in warnings)
 

@@ -3,6 +3,7 @@ import re
 import msgspec
 import pytest
 
+from loraplex.adapters.index import MAX_RECALLED
 from loraplex.adapters.staged import StagedAdapter
 from loraplex.adapters.store import MAX_HISTORY, AdapterStore, VersionOrigin
 from loraplex.core.adapter import (
@@ -175,6 +176,69 @@ class TestReloading:
         for i in range(MAX_HISTORY + 3):
             add(store, "cats", staged(f"d{i}"), replace=True)
         assert numbers(store) == list(range(MAX_HISTORY + 3, 3, -1))
+
+
+class TestRecalling:
+    def recalled(self, store, digest, tenant="t"):
+        return store.recall(("m", tenant), digest, lambda version: None)
+
+    def test_a_kept_version_is_found_by_its_digest(self, store):
+        old = add(store, "cats", staged("d1"))
+        new = add(store, "cats", staged("d2"), replace=True)
+        assert store.kept(("m", "t"), "d1") is None
+        assert self.recalled(store, "d1") == store.kept(("m", "t"), "d1") == old
+        assert [store.is_kept_only(version) for version in (old, new)] == [True, False]
+        assert store.find(AdapterRef("m", "t", ByDigest("d1"))) is None, "no name has it"
+
+    def test_nothing_else_is(self, store):
+        add(store, "cats", staged("d1"))
+        assert self.recalled(store, "d2") is None
+        assert self.recalled(store, "d1", "other") is None
+        assert store.kept(("m", "other"), "d1") is None
+
+    def test_what_does_not_fit_is_not(self, store):
+        add(store, "cats", staged("d1"))
+        add(store, "cats", staged("d2"), replace=True)
+
+        def check(version):
+            raise AdapterExistsError(version.digest)
+
+        with pytest.raises(AdapterExistsError, match="d1"):
+            store.recall(("m", "t"), "d1", check)
+        assert store.kept(("m", "t"), "d1") is None
+
+    def test_it_is_forgotten_with_its_history(self, store):
+        def begin():
+            add(store, "cats", staged("d1"), replace=True)
+            add(store, "cats", staged("d2"), replace=True)
+            self.recalled(store, "d1")
+            add(store, "dogs", staged("d3"), replace=True)
+            assert store.kept(("m", "t"), "d1") is not None, "another name changed"
+
+        begin()
+        store.remove(by_name("cats"))
+        assert store.kept(("m", "t"), "d1") is None
+        assert self.recalled(store, "d1") is None
+        begin()
+        store.rollback(by_name("cats"))
+        assert store.kept(("m", "t"), "d1") is None, "it is the present version again"
+        begin()
+        store.pin(by_name("cats"), 1)
+        for i in range(MAX_HISTORY + 1):
+            add(store, "cats", staged(f"n{i}"), replace=True)
+        assert self.recalled(store, "d1") is not None, "it is pinned"
+        store.unpin(by_name("cats"), 1)
+        assert store.kept(("m", "t"), "d1") is None
+        assert self.recalled(store, "d1") is None
+
+    def test_the_index_is_bounded(self, store):
+        for i in range(MAX_RECALLED + 1):
+            add(store, str(i), staged(f"old{i}"))
+            add(store, str(i), staged(f"new{i}"), replace=True)
+        for i in range(MAX_RECALLED + 1):
+            assert self.recalled(store, f"old{i}")
+        assert store.kept(("m", "t"), "old0") is None
+        assert store.kept(("m", "t"), "old1") is not None
 
 
 class TestRollingBack:

@@ -21,7 +21,7 @@ LINE_KEYS = [
     "generations",
 ]
 GENERATION_KEYS = [
-    *("model", "adapters", "client_request_id", "prompt_tokens", "completion_tokens"),
+    *("model", "task", "adapters", "client_request_id", "prompt_tokens", "completion_tokens"),
     *("cached_tokens", "queue_seconds", "first_token_seconds", "seconds", "finish_reasons"),
     "error",
 ]
@@ -80,7 +80,7 @@ async def test_a_completion(run, log):
     assert len(line["generations"]) == 2
     for one in line["generations"]:
         assert list(one) == GENERATION_KEYS
-        assert (one["model"], one["adapters"]) == ("m", [])
+        assert (one["model"], one["task"], one["adapters"]) == ("m", "generate", [])
         assert (one["completion_tokens"], one["finish_reasons"]) == (3, ["length"])
         assert 0 <= one["queue_seconds"] <= one["first_token_seconds"] <= one["seconds"]
         assert one["seconds"] <= line["seconds"]

@@ -8,6 +8,7 @@ import pytest
 from loraplex.app.status_log import banner
 from loraplex.core.config import ModelConfig
 from loraplex.core.server_config import ServerConfig
+from loraplex.serving.access.tenant_adapters import LeftOut
 from loraplex.serving.model_memory import (
     AcceleratorMemory,
     DeviceTier,
@@ -24,6 +25,7 @@ def text_of(
     *,
     accelerator: AcceleratorMemory | None = None,
     names: tuple[str, ...] = ("zh",),
+    left_out: tuple[LeftOut, ...] = (),
     dialect: Any = "openai",
     **settings: Any,
 ) -> str:
@@ -44,6 +46,7 @@ def text_of(
         config=ModelConfig(path="/m", **settings),
         memory=lambda: memory,
         adapter_names=lambda: [(name, "0") for name in names],
+        left_out=left_out,
         chats=types.SimpleNamespace(text=""),
     )
     return banner([cast("Any", model)], ServerConfig(dialect=dialect), {"http": 1}, has_keys=False)
@@ -92,3 +95,19 @@ def test_a_server_without_a_loaded_model() -> None:
     text = banner([], ServerConfig(), {"http": 1, "grpc": 2}, has_keys=False)
     assert "\n  model     none is loaded yet: clients load them" in text
     assert "try" not in text
+
+
+@pytest.mark.parametrize(
+    ("left_out", "text"),
+    [
+        ((), "1: zh; 1 more"),
+        ((LeftOut("a", "", is_link=True),), "1: zh; left out: 1 symbolic link (see the warnings)"),
+        (
+            (LeftOut("a", "", is_link=True), LeftOut("b", "", is_link=True), LeftOut("c", "")),
+            "1: zh; left out: 2 symbolic links, 1 other entry (see the warnings)",
+        ),
+        ((LeftOut("c", ""), LeftOut("d", "")), "1: zh; left out: 2 (see the warnings)"),
+    ],
+)
+def test_what_folders_hold_and_is_not_served_is_counted(left_out, text):
+    assert text in text_of(left_out=left_out)

@@ -53,6 +53,15 @@ def test_the_card(build, folder):
     assert (card.name, card.path) == ("m", str(folder))
     assert (card.max_model_len, card.vocab_size) == (2048, 1024)
     assert (card.eos_token_id, card.pad_token_id, card.dtype) == (2, 0, "bfloat16")
+    assert (card.quantization, card.device_name) == (None, "")
+    card = build(device="cuda:1", quantization="int8").model("m").card
+    assert (card.device, card.quantization) == ("cuda:1", "int8")
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_whether_the_model_has_a_chat_template(build, has_template):
+    settings = {} if has_template else {"tokenizer_config": {"chat_template": None}}
+    assert build(**settings).model("m").card.has_chat_template == has_template
 
 
 @pytest.mark.parametrize(

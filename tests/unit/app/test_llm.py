@@ -65,7 +65,8 @@ def test_a_chat_and_several(llm):
     assert output.text.strip() == "Paris"
     both = llm.chat([chat, chat], GREEDY, adapter=[None, "chinese"])
     assert texts(both) == ["Paris", "巴黎"]
-    prompt = llm._service.model(llm._model).detokenize(output.prompt, skip_special_tokens=False)
+    model = llm._model.service.model(llm._model.name)
+    prompt = model.detokenize(output.prompt, skip_special_tokens=False)
     assert PROMPT in prompt
 
 
@@ -221,7 +222,7 @@ def test_prompts_of_one_call_are_admitted_in_one_plan(llm):
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     prompts = [f"{number} " * 5 * number for number in range(1, 8)]
     llm.generate(prompts, params)
-    steps = llm._service.model(llm._model).steps(4)
+    steps = llm._model.service.model(llm._model.name).steps(4)
     assert [len(step.request_ids) for step in steps] == [7] * 4
 
 

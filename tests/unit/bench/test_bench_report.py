@@ -124,6 +124,21 @@ def test_the_circumstances_are_reported(report):
     assert "prefix cache" not in text
 
 
+def test_it_ends_with_what_it_comes_to(report):
+    assert markdown(report).splitlines()[-1] == (
+        "closed:2, identical: 3 of 3 requests succeeded, with 3 output tokens a second, 0.88 times "
+        "those of the base model alone. The first token took 10 ms (median) and 10 ms (99th "
+        "percentile)."
+    )
+
+
+def test_failures_are_in_what_it_comes_to(report, workload):
+    failed = msgspec.structs.replace(
+        report, results=(result(workload(), error="status 429: full"),)
+    )
+    assert "0 of 3 requests succeeded" in markdown(failed).splitlines()[-1]
+
+
 def test_what_makes_figures_doubtful_is_reported(report, workload):
     text = markdown(
         msgspec.structs.replace(

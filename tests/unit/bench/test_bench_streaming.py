@@ -1,4 +1,6 @@
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from loraplex.bench.completions import (
     Exchange,
@@ -8,6 +10,7 @@ from loraplex.bench.completions import (
     read_completion,
 )
 from loraplex.bench.workload import PlannedRequest
+from loraplex.core.environment import KEY_HINT
 from loraplex.core.errors import ConfigError
 from support.naming import naming
 
@@ -46,6 +49,30 @@ async def test_a_refusal_is_the_exchanges_error(url):
     await client.stream("/v1/completions", b'{"model": "no such"}', exchange)
     assert "status 4" in read_completion(exchange).error
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (403, '{"error": {"message": "no", "code": "c"}}', "GET /: status 403: no"),
+        (401, '{"error": {"message": "no"}}', f"GET /: status 401: no; {KEY_HINT}"),
+        (400, '{"error": "other"}', 'GET /: status 400: {"error": "other"}'),
+        (502, "<html>bad</html>", "GET /: status 502: <html>bad</html>"),
+    ],
+)
+async def test_a_refusal_has_the_message_and_not_its_json(status, body, expected):
+    async def refuse(request: web.Request) -> web.Response:
+        del request
+        return web.Response(status=status, text=body)
+
+    application = web.Application()
+    application.router.add_get("/", refuse)
+    async with TestServer(application) as server:
+        client = StreamingClient(str(server.make_url("")))
+        with pytest.raises(ConfigError) as caught:
+            await client.call("GET", "/")
+        await client.close()
+    assert str(caught.value) == expected
 
 
 async def test_an_absent_server_is_the_exchanges_error():

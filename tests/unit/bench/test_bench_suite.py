@@ -139,5 +139,5 @@ async def test_lengths_beyond_the_model_are_refused(url):
 
 async def test_an_adapter_that_fails_to_warm_up_ends_it(url, backend):
     backend.plant(NotReadyError("still starting"))
-    with pytest.raises(ConfigError, match=naming(503, "error")):
+    with pytest.raises(ConfigError, match=naming(503, "still starting")):
         await run(url, settings())

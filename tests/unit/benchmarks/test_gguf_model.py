@@ -1,15 +1,18 @@
 """The written files are read by llama.cpp's package, and served weights have the size meant."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
 from comparison.fixture_tokenizer import FIRST_WORD_ID
-from comparison.fixtures import Fixture
+from comparison.fixtures import RANK_8, Fixture
 from comparison.gguf_blocks import random_rows
 from comparison.gguf_model import gguf_bits, tensor_types, write_gguf_model
-from comparison.shapes import LLAMA_8B, QWEN_1_5B, ModelShape
+from comparison.shapes import LLAMA_8B, QWEN_1_5B, SHAPES, HybridShape, ModelShape
 from tokenizers import Tokenizer
 
+from loraplex import LLM, SamplingParams
 from loraplex.core.errors import ConfigError
 from loraplex.core.gguf import BlockType
 from loraplex.execution.weights.gguf_folder import gguf_folder
@@ -38,6 +41,20 @@ MINI_QWEN = ModelShape(
     is_tied=True,
     has_qkv_bias=True,
     is_large=True,
+)
+MINI_HYBRID = HybridShape(
+    name="qwen3.5-mini",
+    family="qwen3_5_text",
+    hidden_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    attention_head_size=64,
+    num_key_heads=2,
+    num_value_heads=4,
+    delta_head_size=32,
+    ffn_size=512,
+    vocab_size=FIRST_WORD_ID + 300,
 )
 
 
@@ -146,3 +163,25 @@ def test_transformers_reads_the_folder_of_a_tied_model(tmp_path):
     assert (logits.argmax(-1) >= FIRST_WORD_ID).all()
     # The layers decide what follows a token, not its own embedding.
     assert (logits.argmax(-1) != torch.tensor(prompt)).float().mean() > 0.5
+
+
+def test_a_hybrid_is_served_from_its_folder_and_from_its_file(tmp_path):
+    fixture = Fixture(MINI_HYBRID, tmp_path)
+    fixture.ensure_model()
+    [adapter] = fixture.adapters(RANK_8, 1)
+    config = json.loads((adapter.path / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["in_proj_qkv", "k_proj", "q_proj", "v_proj"]
+    sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    prompt = [*fixture.vocabulary[:9]]
+    for model in (fixture.model, fixture.gguf_file("Q8_0")):
+        settings = {"max_model_len": 64, "kv_cache_bytes": 1 << 26}
+        state = str(tmp_path / "state")
+        with LLM(model, {"one": adapter.path}, state_dir=state, **settings) as llm:
+            base, own = llm.generate([prompt] * 2, sampling, adapter=[None, "one"])
+            assert base.token_ids != own.token_ids
+
+
+def test_the_hybrids_have_the_size_of_the_llamas():
+    for name in ("tiny", "small"):
+        llama, hybrid = SHAPES[name].num_parameters, SHAPES[f"qwen3.5-{name}"].num_parameters
+        assert hybrid == pytest.approx(llama, rel=0.005)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
-from loraplex.cli.adapters import _experts, _remark
+from loraplex.cli.adapters import _experts
 from loraplex.cli.main import app
 from loraplex.core.principal import LOCAL
 from loraplex.frontends.openai import openai_fallback_routes, openai_routes
@@ -82,10 +82,12 @@ def test_experts_are_shown_by_layers():
     )
 
 
-def test_rounding_is_a_note_and_another_base_a_warning():
+def test_rounding_is_a_note_and_another_base_a_warning(run, backend):
     rounding = "tensors in F16 are rounded to the bfloat16 that this server computes in"
-    assert _remark(rounding) == f"note: {rounding}"
-    assert _remark("it was trained on 'a/b'") == "warning: it was trained on 'a/b'"
+    backend.staging.remarks = (rounding, "it was trained on 'a/b'")
+    run("load", "de", "/de")
+    remarks = [line for line in run("show", "de")[1].splitlines() if "F16" in line or "a/b" in line]
+    assert remarks == ["warning: it was trained on 'a/b'", f"note: {rounding}"]
 
 
 def test_a_load_reports_what_it_loaded(run, backend):

@@ -14,6 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from loraplex.adapters.state_files import StateLock
+from loraplex.adapters.state_models import note_models
 from loraplex.adapters.store import AdapterStore
 from loraplex.cli.main import app
 from loraplex.execution.weights import hub
@@ -111,7 +112,20 @@ def test_what_is_listed(state: Path, weights: Path, download: Path) -> None:
     assert found["hub"]["num_bytes"] == 5000 + len(str(download))
     assert not any(one["is_used"] for one in found.values())
     assert all(abs(one["last_use"] - OLD) < 1 for one in found.values())
-    assert "used 40 days ago" in run("list").stdout
+    lines = run("list").stdout.splitlines()
+    assert lines[0].split("  ")[0] == "KIND"
+    assert sum("used 40 days ago" in line for line in lines) == 3
+
+
+def test_paths_of_models_distinguish_states_of_one_name(home: Path, state: Path) -> None:
+    other = state.with_name("llama-5678abcd")
+    AdapterStore.open(other).close()
+    for folder, model in ((state, "a"), (other, "b")):
+        note_models(folder, {"llama": str(home / model / "llama")})
+    paths = [str(home / model / "llama") for model in "ab"]
+    assert [one["model_path"] for one in listed()] == paths
+    lines = run("list").stdout.splitlines()
+    assert [line.split()[2] for line in lines[1:3]] == paths
 
 
 def test_states_stay_without_a_flag(state: Path, weights: Path, download: Path) -> None:
@@ -205,7 +219,7 @@ def test_the_folders_of_gguf_files_are_no_earlier_state(home: Path, state: Path)
 def test_a_state_directory_of_ones_own(home: Path, tmp_path: Path) -> None:
     AdapterStore.open(tmp_path / "mine").close()
     found = run("list", "--state-dir", str(tmp_path / "mine"))
-    assert found.stdout.startswith("state ")
+    assert found.stdout.splitlines()[1].startswith("state ")
     assert str(tmp_path / "mine") in found.stdout
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
+import typer.main
 from typer.testing import CliRunner
 
 import loraplex
@@ -82,7 +83,7 @@ def test_importing_loraplex_is_light():
 
 
 def test_what_loraplex_offers():
-    assert dir(loraplex) == loraplex.__all__
+    assert dir(loraplex) == sorted(loraplex.__all__)
     assert {name for name in loraplex.__all__ if getattr(loraplex, name) is None} == set()
     assert loraplex.__version__ == __version__
     with pytest.raises(AttributeError, match=naming("LMM", "loraplex")):
@@ -144,10 +145,36 @@ def without_group(text):
 
 def test_commands_stand_below_the_titles_of_their_panels():
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).output
-    names = [text.index(f"│ {row.name} ") for row in main.COMMANDS]
+    names = [text.index(f"\n  {row.name} ") for row in main.COMMANDS]
     assert names == sorted(names)
     assert len(text.splitlines()) <= 45
-    assert all(f"─ {row.panel} ─" in text for row in main.COMMANDS)
+    assert all(f"\n{row.panel}:\n" in text for row in main.COMMANDS)
+
+
+def pages(command, *words):
+    """Yield the words of a command, and of all that it has, hidden ones too."""
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from pages(below, *words, name)
+
+
+PROGRAMS = ("build", "convert-checkpoint", "launch-triton-server", "client")
+"""Commands that print the help of the original programs."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [words for words in pages(typer.main.get_command(app)) if not {*words} & {*PROGRAMS}],
+    ids=" ".join,
+)
+def test_all_pages_of_help_have_one_style(words):
+    result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    assert result.output.lstrip().startswith("Usage: ")
+    assert "\n  -h, --help  " in result.output
+    assert not {"│", "─"} & {*result.output}
+    if "\n  --url " in result.output:
+        assert "LORAPLEX_API_KEY" in result.output
 
 
 @pytest.mark.parametrize("command", FUNCTIONS)
@@ -188,7 +215,7 @@ def test_help_of_a_server_groups_its_flags():
 def test_every_setting_has_its_flag():
     """docs/settings.md promises it."""
     one_models_own = {"path", "adapters", "adapter_dirs", "fair_weights"}
-    one_models_own |= {"tokenizer_config", "grammar_limits"}
+    one_models_own |= {"tokenizer_config", "grammar_limits", "score_config"}
     one_models_own |= {"served_names"}  # --served-model-name has them after the first
     settings = {*ServerConfig.__struct_fields__, *ModelConfig.__struct_fields__} - one_models_own
     assert settings <= set(inspect.signature(serve).parameters)

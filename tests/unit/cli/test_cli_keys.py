@@ -41,11 +41,39 @@ def test_listing_and_revoking(run, path):
     run("create", "--tenant", "acme")
     first, second = json.loads(run("list", "--json").stdout)
     assert (first["tenant"], second["tenant"]) == ("ops", "acme")
-    assert ApiKeys(path).principal(key).rights.operator
+    rights = ApiKeys(path).principal(key).rights
+    assert (rights.operator, bool(rights.manage)) == (True, False)
     assert run("revoke", first["id"]).stdout == f"key {first['id']} is revoked\n"
     lines = run("list").stdout.splitlines()
-    assert lines[0].startswith(f"{first['id']}  revoked  20")
-    assert lines[1].startswith(f"{second['id']}  valid ")
+    assert lines[0].split() == ["ID", "STATE", "CREATED", "TENANT"]
+    assert lines[1].startswith(f"{first['id']}  revoked  20")
+    assert lines[2].startswith(f"{second['id']}  valid ")
+
+
+@pytest.mark.parametrize("flags", [(), ("--operator",)])
+@pytest.mark.parametrize("tenant", ["acme", "acme.eu"])
+def test_a_tenant_that_manages_its_adapters(run, path, tenant, flags):
+    key = run("create", "--tenant", tenant, "--manage", *flags).stdout.strip()
+    principal = ApiKeys(path).principal(key)
+    assert principal.tenant == tenant
+    assert "zh" in principal.rights.manage
+    principal.require_manages()
+
+
+def test_the_line_to_write_for_a_right_that_a_known_tenant_lacks(run, path):
+    key = run("create", "--tenant", "acme.eu").stdout.strip()
+    for flag, line in (("--manage", 'manage = "all"'), ("--operator", "operator = true")):
+        refused = run("create", "--tenant", "acme.eu", flag)
+        assert refused.exit_code == 1
+        assert line in refused.stderr
+        table, old = '[tenants."acme.eu"]', f"{line.split()[0]} = "
+        assert table in refused.stderr
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join(line if one.startswith(old) else one for one in lines))
+        assert run("create", "--tenant", "acme.eu", flag).exit_code == 0
+    rights = ApiKeys(path).principal(key).rights
+    assert rights.operator
+    assert "zh" in rights.manage
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 import pytest
 import typer
 
-from loraplex.cli.options import errors_to_exit_code, parse_adapters
+from loraplex.cli.options import errors_to_exit_code, parse_adapters, with_demo
 from loraplex.cli.serve import build_config
 from loraplex.core.config import AdapterConfig
 from loraplex.core.errors import ConfigError, InvalidAdapterError
+from loraplex.demo import ADAPTER_PATHS, BASE_PATH
 from support.naming import naming
 
 
@@ -172,3 +173,39 @@ class TestErrorsToExitCode:
         with errors_to_exit_code():
             pass
         assert capsys.readouterr() == ("", "")
+
+
+class TestDemo:
+    """MODEL `demo` is the model that the package contains."""
+
+    @pytest.fixture(autouse=True)
+    def _empty_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+
+    def test_it_is_served_under_its_name_with_its_adapters(self):
+        models = config_of("demo").models
+        assert {name: model.path for name, model in models.items()} == {"demo": str(BASE_PATH)}
+        assert models["demo"].adapters == {
+            "chinese": AdapterConfig(path=str(ADAPTER_PATHS["chinese"]), task_id=1),
+            "japanese": AdapterConfig(path=str(ADAPTER_PATHS["japanese"]), task_id=2),
+        }
+
+    def test_names_and_adapters_may_be_others(self):
+        (model,) = config_of(
+            "demo", "capitals", adapters=["chinese=/zh", "own=/own"]
+        ).models.items()
+        assert model[0] == "capitals"
+        assert {name: table.path for name, table in model[1].adapters.items()} == {
+            "chinese": "/zh",
+            "japanese": str(ADAPTER_PATHS["japanese"]),
+            "own": "/own",
+        }
+
+    def test_a_folder_of_that_name_comes_first(self, tmp_path):
+        (tmp_path / "demo").mkdir()
+        assert config_of("demo").models["demo"].path == "demo"
+        assert with_demo("demo", {"own": "/own"}) == ("demo", {"own": "/own"})
+
+    def test_without_a_server(self):
+        shipped = {name: str(path) for name, path in ADAPTER_PATHS.items()}
+        assert with_demo("demo", {"own": "/own"}) == (str(BASE_PATH), {**shipped, "own": "/own"})

@@ -241,3 +241,30 @@ def test_any_so_many_fit_whichever_they_are():
 def test_states_are_named_with_their_size():
     group = CacheGroupMemory(attention_window=0, state_tokens=64, blocks=6, block_bytes=192_000)
     assert _described(group) == "6 states in layers with a state of 187.5 KiB every 64 tokens"
+
+
+def test_blocks_of_an_encoder_are_named():
+    group = CacheGroupMemory(attention_window=None, is_of_encoder=True, blocks=6)
+    assert _described(group) == "6 blocks in layers of cross attention"
+
+
+def test_links_are_followed_and_what_is_left_out_is_counted(tmp_path):
+    zh, ja = ADAPTER_PATHS["chinese"], ADAPTER_PATHS["japanese"]
+    (tmp_path / "zh").symlink_to(zh)
+    (tmp_path / "ja").mkdir()
+    for file in ja.iterdir():
+        (tmp_path / "ja" / file.name).symlink_to(file)
+    result = plan(*FLAGS, "--adapters", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert "2 of 2 adapters can be served" in result.stdout
+    (tmp_path / "fr").symlink_to(tmp_path / "not checked out")
+    result = plan(*FLAGS, "--adapters", str(tmp_path))
+    assert result.exit_code == 2
+    assert "2 of 3 adapters can be served" in result.stdout
+    assert f"left out: symbolic link {tmp_path / 'fr'}: it leads nowhere" in result.stdout
+
+
+def test_a_folder_without_adapters(tmp_path):
+    result = plan("--adapters", str(tmp_path))
+    assert result.exit_code == 1
+    assert f"no adapter is below {tmp_path}" in result.stderr

@@ -9,7 +9,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from loraplex.cli.main import app
+from loraplex.cli.quantize import verdict
 from loraplex.demo import BASE_PATH
+from loraplex.execution.quantizing.report import LayerError, QuantizeReport
+from loraplex.execution.quantizing.rounding import WeightError
 from support.naming import naming
 
 
@@ -32,6 +35,7 @@ def test_the_report(tmp_path: Path) -> None:
     assert 0.004 < report["total"]["weight_error"] < 0.01
     assert report["written_bytes"] < 0.62 * report["source_bytes"]
     assert "no texts: each weight is rounded by itself" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("verdict: usual errors for int8")
 
 
 def test_texts_of_each_kind(tmp_path: Path) -> None:
@@ -100,3 +104,28 @@ def test_a_copy_is_not_quantised_once_more(tmp_path: Path) -> None:
     result = quantize(tmp_path / "twice", "--to", "int4", model=tmp_path / "once")
     assert result.exit_code == 1
     assert re.search(naming("compressed-tensors"), result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("bits", "error", "is_calibrated", "text"),
+    [
+        (8, 0.007, False, "usual errors for int8. Evaluate"),
+        (
+            8,
+            0.03,
+            False,
+            "large errors for int8, the largest in b: outputs will differ. Use a smal",
+        ),
+        (4, 0.09, False, "usual errors for int4; --calibrate FILE makes"),
+        (4, 0.09, True, "usual errors for int4. Evaluate"),
+        (4, 0.3, True, "Use --to int8 or a smaller --group-size"),
+        (4, 0.3, False, "--calibrate FILE"),
+    ],
+)
+def test_the_verdict(bits: int, error: float, is_calibrated: bool, text: str) -> None:
+    layers = [
+        LayerError(name, (1, 1), None, WeightError((scale * error) ** 2, 1.0))
+        for name, scale in (("a", 0.5), ("b", 1.3))
+    ]
+    report = QuantizeReport(layers, 1, 1)
+    assert text in verdict(report, bits, is_calibrated=is_calibrated)

@@ -1,6 +1,7 @@
 """`loraplex serve`: what --help shows, what an error about a flag names, what a shell completes."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from loraplex.cli import compat, main
-from loraplex.cli.command_table import OF_MODELS, OF_OTHERS, named_flags
+from loraplex.cli.command_table import OF_MODELS, OF_OTHERS, OF_VERBS, named_flags
 from loraplex.cli.main import app
 from loraplex.cli.vllm_flags import FLAGS
 
@@ -95,11 +96,58 @@ def test_a_flag_that_another_command_has_not(line, hint_text):
 
 
 def test_every_hint_names_flags_that_are_there():
-    command = typer.main.get_command(app).commands["serve"]
-    flags = {flag for parameter in command.params for flag in parameter.opts}
+    commands = typer.main.get_command(app).commands
+    flags = {
+        name: {flag for parameter in commands[name].params for flag in parameter.opts}
+        for name in ("serve", "generate")
+    }
     hints = OF_OTHERS
-    assert {flag for text in hints.values() for flag in named_flags(text)} <= flags
-    assert not (hints.keys() | OF_MODELS) & flags
+    named = {flag for text in hints.values() for flag in named_flags(text)}
+    assert named <= flags["serve"] | flags["generate"]
+    assert not (hints.keys() | OF_MODELS) & flags["serve"]
+
+
+@pytest.mark.parametrize(
+    ("line", "hint_text"),
+    [
+        ("list", "No such command: list. Use `loraplex cache list`"),
+        ("chat", "Use `loraplex run MODEL`"),
+        (
+            "pull llama3",
+            "Use `loraplex serve MODEL` or `loraplex run MODEL`: a model of the hub is",
+        ),
+        ("ps", "Use `loraplex adapters list`"),
+        ("stop llama3", "or send it SIGTERM"),
+        ("rm llama3", "Use `loraplex cache clean --model MODEL`"),
+        ("complete", "Use `loraplex generate MODEL PROMPT`."),
+        ("srve /m", "No such command: srve. Did you mean serve?"),
+        ("frobnicate", "No such command: frobnicate. See `loraplex --help`."),
+        ("adapters lst", "No such command: lst. Did you mean list?"),
+        ("keys frob", "No such command: frob. See `loraplex keys --help`."),
+        ("serve /m --num-gpu 1", "With --device cuda all layers are on the GPU."),
+        ("serve /m --num-ctx 1", "Use --max-model-len."),
+        ("generate /m x --num-predict 1", "Use --max-tokens."),
+    ],
+)
+def test_words_of_other_systems(line, hint_text):
+    assert hint_text in error_of(*line.split())
+
+
+def test_every_verb_names_commands_that_are_there():
+    root = typer.main.get_command(app)
+    assert not OF_VERBS.keys() & root.commands.keys()
+    for text in OF_VERBS.values():
+        for line in re.findall(r"`loraplex ([a-z -]+?)(?= ?[A-Z`]| http)", text):
+            command = root
+            for word in line.split():
+                if word.startswith("-"):
+                    assert word in flags_of_command(command)
+                else:
+                    command = command.commands[word]
+
+
+def flags_of_command(command):
+    return {"--help"} | {flag for p in command.params for flag in p.opts}
 
 
 def completions(line):

@@ -132,7 +132,8 @@ def test_what_is_no_adapter(module, text):
             ("--gpu-memory-utilization", "models.m.kv_cache_fraction"),
         ),
         ({"api_key": [""]}, ("--api-key",)),
-        ({"task": "embed"}, ("--task", "embed")),
+        ({"task": "reward"}, ("--task", "reward")),
+        ({"runner": "draft"}, ("--runner", "draft")),
         ({"api_server_count": "0"}, ("server.frontend_processes", 0)),
         ({"api_server_count": "2", "frontend_processes": 2}, ("same",)),
         ({"allowed_origins": "*"}, ("--allowed-origins",)),
@@ -154,6 +155,12 @@ def test_a_name_belongs_to_one_model(tmp_path):
     path.write_text('[models.a]\npath = "/a"\n[models.b]\npath = "/b"\nserved_names = ["a"]\n')
     with pytest.raises(ConfigError, match=naming("models.b.served_names", "a")):
         build_config(None, None, path, [], [], {})
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "score", "generate"])
+def test_a_server_has_every_task_that_vllm_has_one_server_for(task):
+    config = build_config("/m", None, None, [], [], {"task": task, "runner": "pooling"})
+    assert config == build_config("/m", None, None, [], [], {})
 
 
 def test_names_need_a_model():

@@ -474,3 +474,19 @@ def test_the_words_of_tensorrt_llm():
 )
 def test_wrong_settings_of_the_scheduler(field, value, named):
     assert re.search(naming(*named), error_of(*layers(model(**{field: value}), {}, {})))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "advice"),
+    [
+        ("quantization", "awq", "is served as it is, so leave the setting out"),
+        ("quantization", "AWQ", "is served as it is, so leave the setting out"),
+        ("quantization", "w4a16", "use int4"),
+        ("kv_dtype", "fp8", "use int8"),
+    ],
+)
+def test_values_of_other_systems_have_advice(setting, value, advice):
+    with pytest.raises(ConfigError) as error:
+        resolve([Layer("file", {"models": {"base": {"path": "/m", setting: value}}})])
+    assert advice in error.value.message
+    assert f"got {value!r}" in error.value.message

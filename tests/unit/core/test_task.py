@@ -54,7 +54,12 @@ def test_a_row_that_joins_has_its_task_without_defaults():
 
 @pytest.mark.parametrize(
     "task",
-    [Generate(), Pool(), Pool(PoolKind.MEAN, 3, PoolActivation.SOFTMAX, normalize=False)],
+    [
+        Generate(),
+        Pool(),
+        Pool(PoolKind.MEAN, 3, PoolActivation.SOFTMAX, normalize=False),
+        Pool(PoolKind.LOGITS, normalize=False, token_ids=(9, 3)),
+    ],
 )
 def test_tasks_survive_the_wire(task):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=Task) == task
@@ -79,5 +84,41 @@ def test_pools_that_are_refused(values, param):
     assert repr(values[param]) in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", [PoolKind.SCORE, PoolKind.LOGITS])
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [({"normalize": True}, "normalize"), ({"normalize": False, "dimensions": 3}, "dimensions")],
+)
+def test_scores_have_neither_length_nor_dimensions(kind, values, param):
+    token_ids = (5,) if kind is PoolKind.LOGITS else ()
+    with pytest.raises(InvalidParameterError) as refused:
+        Pool(kind, token_ids=token_ids, **values).validate()
+    assert refused.value.param == param
+    assert str(kind) in str(refused.value)
+    assert repr(values[param]) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_tokens"), [("score", 1), ("last", 2), ("logits", 0), ("logits", 1025)]
+)
+def test_token_ids_belong_to_logits(kind, num_tokens):
+    pool = Pool(PoolKind(kind), normalize=kind == "last", token_ids=(1,) * num_tokens)
+    with pytest.raises(InvalidParameterError) as refused:
+        pool.validate()
+    assert refused.value.param == "token_ids"
+    assert kind in str(refused.value)
+    assert f"got {num_tokens}" in str(refused.value)
+
+
 def test_a_pool_of_parameters_in_their_ranges():
     Pool(dimensions=1).validate()
+    Pool(PoolKind.SCORE, normalize=False).validate()
+    Pool(PoolKind.LOGITS, normalize=False, token_ids=tuple(range(1024))).validate()
+
+
+@pytest.mark.parametrize("pool", [Pool(is_logprobs=True), Pool(is_logprobs=1)])  # type: ignore[arg-type]
+def test_log_probabilities_belong_to_logits(pool):
+    with pytest.raises(InvalidParameterError) as refused:
+        pool.validate()
+    assert refused.value.param == "is_logprobs"
+    Pool(PoolKind.LOGITS, normalize=False, token_ids=(1,), is_logprobs=True).validate()

@@ -11,6 +11,8 @@ from support.documentation import (
     ROOT,
     RUN,
     SHOWN,
+    TUTORIAL_REASONS,
+    TUTORIALS,
     Block,
     blocks,
     console_commands,
@@ -36,6 +38,11 @@ def test_what_does_not_run_has_a_known_reason() -> None:
     unknown = [(str(x), x.reason) for x in ALL if x.reason and x.reason not in REASONS]
     assert unknown == []
     assert [str(block) for block in ALL if block.reason and block.language not in RUN] == []
+
+
+def test_every_command_of_a_tutorial_runs() -> None:
+    left_out = [block for block in ALL if block.page.startswith(TUTORIALS) and block.reason]
+    assert [str(x) for x in left_out if x.reason not in TUTORIAL_REASONS] == []
 
 
 def test_no_block_is_written_by_indentation_alone() -> None:
@@ -92,9 +99,10 @@ def test_a_block_in_a_list_loses_its_indentation() -> None:
     assert block.source == "if true; then\n  ls\nfi\n"
 
 
-def run_in_sandbox(folder: Path, language: str, source: str) -> None:
+def run_in_sandbox(folder: Path, *sources: tuple[str, str], page: str = "page.md") -> None:
     with sandbox(folder, shared=None) as opened:
-        opened.run(Block("page.md", 7, language, source, None))
+        for language, source in sources:
+            opened.run(Block(page, 7, language, source, None))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +114,22 @@ def run_in_sandbox(folder: Path, language: str, source: str) -> None:
     ],
 )
 def test_a_block_that_ends_well(tmp_path: Path, language: str, source: str) -> None:
-    run_in_sandbox(tmp_path, language, source)
+    run_in_sandbox(tmp_path, (language, source))
+
+
+def test_the_blocks_of_a_page_run_in_one_session(tmp_path: Path) -> None:
+    """Variables, exported or not, functions and the current folder stay, as in a terminal."""
+    run_in_sandbox(
+        tmp_path,
+        ("sh", "export KEY=secret\nshown=yes\nmkdir -p work\ncd work\n"),
+        ("console", "$ echo $KEY $shown; basename $PWD\nsecret yes\nwork\n"),
+        ("python", "import os\nassert os.environ['KEY'] == 'secret'\n"),
+    )
+
+
+def test_a_page_starts_its_next_server_after_ctrl_c() -> None:
+    page = "```sh\none\n```\nStop it with Ctrl-C.\n```sh\ntwo\n```\n```sh\nthree\n```\n"
+    assert [block.follows_ctrl_c for block in parse("page.md", page)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -116,14 +139,15 @@ def test_a_block_that_ends_well(tmp_path: Path, language: str, source: str) -> N
         ("sh", "echo $missing\n", "unbound variable"),
         ("python", "assert False\n", "AssertionError"),
         ("console", "$ echo one\ntwo\n", "prints\none"),
+        ("sh", "curl -s http://127.0.0.1:1/ &\nwait\n", "page.md:7 ended with status 1"),
     ],
 )
 def test_a_block_that_fails(tmp_path: Path, language: str, source: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        run_in_sandbox(tmp_path, language, source)
+        run_in_sandbox(tmp_path, (language, source))
 
 
 def test_absolute_paths_of_a_page_stay_in_the_folder(tmp_path: Path) -> None:
-    run_in_sandbox(tmp_path, "sh", "mkdir -p /opt/made-by-a-page/ s3://bucket/x\n")
+    run_in_sandbox(tmp_path, ("sh", "mkdir -p /opt/made-by-a-page/ s3://bucket/x\n"))
     assert (tmp_path / "opt" / "made-by-a-page").is_dir()
     assert (tmp_path / "s3:").is_dir()

@@ -5,6 +5,7 @@ import typing
 import openai.types.chat.chat_completion_stream_options_param as openai_stream_options
 import openai.types.chat.completion_create_params as openai_chat
 import openai.types.completion_create_params as openai_completions
+import openai.types.embedding_create_params as openai_embeddings
 import openai.types.responses.response_create_params as openai_responses
 import pytest
 
@@ -16,6 +17,7 @@ from loraplex.frontends.openai.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     StreamOptions,
     TokenizeBody,
 )
@@ -63,8 +65,9 @@ def fields_of(*types: type) -> set[str]:
             ),
             names.OPENAI_RESPONSES,
         ),
+        (fields_of(openai_embeddings.EmbeddingCreateParams), names.OPENAI_EMBEDDINGS),
     ],
-    ids=["completions", "chat", "stream_options", "responses"],
+    ids=["completions", "chat", "stream_options", "responses", "embeddings"],
 )
 def test_the_lists_are_those_of_the_openai_package(package, listed):
     assert sorted(package) == sorted(listed)
@@ -85,7 +88,7 @@ def test_a_name_that_nothing_is_known_of_has_none():
 @pytest.mark.parametrize(
     "body",
     [
-        *(CompletionBody, ChatBody, StreamOptions, TokenizeBody, DetokenizeBody),
+        *(CompletionBody, ChatBody, StreamOptions, TokenizeBody, DetokenizeBody, EmbeddingBody),
         *(ResponsesBody, TextConfig, Reasoning),
     ],
 )

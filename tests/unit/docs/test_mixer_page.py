@@ -33,14 +33,22 @@ def files_that_know(kind: str) -> set[str]:
 def test_the_page_lists_the_files_that_a_kind_touches() -> None:
     page = PAGE.read_text()
     rows = re.findall(r"^\| `(\S+\.py)` \|", page, re.MULTILINE)
-    of_attention = re.findall(r"`(\S+\.py)`", page.split("Attention has four readers more")[1])[:4]
+    of_attention = re.findall(r"`(\S+\.py)`", page.split("Attention has nine readers more")[1])[:9]
+    of_state_spaces = re.findall(r"`(\S+\.py)`", page.split("A state space has one more")[1])[:1]
+    of_cross = re.findall(r"`(\S+\.py)`", page.split("Cross attention has ")[1])[:1]
+    of_latent = re.findall(r"`(\S+\.py)`", page.split("Latent attention has one more")[1])[:1]
+    others = {
+        "attention": of_attention,
+        "ssm": of_state_spaces,
+        "cross": of_cross,
+        "latent": of_latent,
+    }
     kinds = [kind_of(spec) for spec in MIXERS]
     assert rows[-1] == "models/families/<family>.py"
     for kind in kinds:
         listed = {row.replace("<kind>", kind) for row in rows[:-1]}
-        more = set(of_attention) if kind == "attention" else set()
-        assert files_that_know(kind) == listed | more
-    assert "attention" in kinds
+        assert files_that_know(kind) == listed | set(others.get(kind, ()))
+    assert others.keys() <= set(kinds)
 
 
 def test_the_files_of_the_page_are_there() -> None:

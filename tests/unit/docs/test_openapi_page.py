@@ -1,7 +1,10 @@
 """The OpenAPI document of the documentation has the routes and schemas of the app."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -104,3 +107,19 @@ def references(value):
 def test_each_schema_is_there_and_is_used(app_and_document):
     _, document = app_and_document
     assert set(references(document)) == set(document["components"]["schemas"])
+
+
+def test_the_document_is_written_without_torch():
+    """`make docs` installs neither torch nor the kernels."""
+    program = (
+        "import sys; sys.modules['torch'] = None; "
+        "from tools.openapi_page import openapi_page; print(len(openapi_page()))"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stdout) > 100_000

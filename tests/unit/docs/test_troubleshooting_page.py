@@ -316,6 +316,9 @@ TUTORIALS = {
         "core/gguf.py"
     ),
     "left out adapter 'zh': ...": "serving/adapters/configured.py",
+    "tensor ... needs LoRA of a convolution over positions (...), which is not served": (
+        "adapters/formats/peft.py"
+    ),
 }
 """Messages that the tutorials quote, whole but for values (`...`), and the files with the texts."""
 

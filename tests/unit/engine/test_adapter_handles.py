@@ -14,7 +14,7 @@ from loraplex.core.adapter import (
 )
 from loraplex.core.errors import AdapterTooLargeError
 from loraplex.core.plan import PageGeometry, targets_by_stage
-from loraplex.engine.adapter_handles import AdapterHandles
+from loraplex.engine.engine import AdapterHandles
 from loraplex.memory.adapter_cache import AdapterCache
 from loraplex.memory.adapter_pages import place
 from support.capacities import changed_capacity

@@ -15,6 +15,27 @@ def on_device(fake):
     return {digest for digest, where in residency.items() if where == "device"}
 
 
+def test_what_would_leave_the_device_is_what_leaves_it():
+    fake = FakeEngine()
+    for digest in "abcd":
+        fake.register(digest, num_pages=5)
+    for digest in "cab":
+        fake.add([1], digest)
+        fake.run()
+    fake.engine.pin_adapter("a")
+    activity = fake.engine.adapter_activity()
+    assert activity.leaving == {"c": 5, "b": 5}, "in the order of their last use, not pinned ones"
+    assert [activity.evicted_for(num_pages) for num_pages in (0, 1, 5, 6)] == [
+        [],
+        ["c"],
+        ["c"],
+        ["c", "b"],
+    ]
+    fake.add([1], "d")
+    fake.run()
+    assert on_device(fake) == {"a", "b", "d"}
+
+
 class TestHeld:
     def test_it_comes_to_the_device_and_stays(self):
         fake = FakeEngine()

@@ -1,11 +1,30 @@
 """The checks of the HTTP middleware, one by one, and their order."""
 
-import pytest
-from starlette.responses import PlainTextResponse
+import asyncio
 
-from loraplex.core.errors import InvalidRequestError, PermissionDeniedError, UnauthenticatedError
+import pytest
+from starlette.responses import PlainTextResponse, StreamingResponse
+
+from loraplex.app.access import refusal
+from loraplex.core.errors import (
+    InvalidRequestError,
+    NotReadyError,
+    PermissionDeniedError,
+    QueueFullError,
+    UnauthenticatedError,
+)
 from loraplex.core.principal import LOCAL, Principal, Rights
-from loraplex.frontends.middleware import checked, host_check, key_check, page_check
+from loraplex.frontends.body_limits import BodyMemory
+from loraplex.frontends.middleware import (
+    RequestMiddleware,
+    checked,
+    host_check,
+    key_check,
+    page_check,
+)
+from loraplex.frontends.telemetry.telemetry import Telemetry
+from loraplex.serving.response_memory import ResponseMemory
+from loraplex.serving.wire_request import note_error
 from support.naming import naming
 
 
@@ -96,3 +115,64 @@ async def test_the_first_check_that_fails_decides(kind):
     )
     await app({**scope_of(host="a"), "type": kind}, None, send)
     assert sent[-1]["body"] == b"/v1/x first"
+
+
+class TestStatusesOfStreams:
+    """What logs and metrics have of a response that began with status 200."""
+
+    @staticmethod
+    async def logged(app, *, is_draining=False, cancels=False):
+        """Return the status of one request, in the telemetry."""
+        ended = []
+        memory = BodyMemory(1 << 20, 1 << 20)
+        middleware = RequestMiddleware(
+            *(app, Telemetry([ended.append]), memory, ResponseMemory(), refusal),
+            is_draining=lambda: is_draining,
+        )
+        begun = asyncio.Event()
+
+        async def send(message):
+            begun.set()
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        scope = scope_of(path="/v1/completions") | {"client": ("127.0.0.1", 1)}
+        task = asyncio.create_task(middleware(scope, receive, send))
+        if cancels:
+            await begun.wait()
+            task.cancel()
+        await asyncio.wait([task])
+        (request,) = ended
+        return request.status
+
+    @staticmethod
+    def stream(*, error=None, is_endless=False, media_type="text/event-stream"):
+        async def events():
+            yield "data: {}\n\n"
+            if is_endless:
+                await asyncio.Event().wait()
+            if error is not None:
+                note_error(error)
+
+        async def app(scope, receive, send):
+            await StreamingResponse(events(), media_type=media_type)(scope, receive, send)
+
+        return app
+
+    async def test_one_that_ends_well(self):
+        assert await self.logged(self.stream()) == "200"
+
+    @pytest.mark.parametrize(
+        ("error", "status"), [(NotReadyError("stopping"), "503"), (QueueFullError("full"), "429")]
+    )
+    async def test_one_that_ends_with_an_error(self, error, status):
+        assert await self.logged(self.stream(error=error)) == status
+        # An entry of a JSON response may have an error, too: the response is whole.
+        app = self.stream(error=error, media_type="application/json")
+        assert await self.logged(app) == "200"
+
+    @pytest.mark.parametrize(("is_draining", "status"), [(True, "503"), (False, "499")])
+    async def test_one_that_is_cut(self, is_draining, status):
+        app = self.stream(is_endless=True)
+        assert await self.logged(app, is_draining=is_draining, cancels=True) == status

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from loraplex.core.adapter import SCORE
 from loraplex.kernels.adapter_parts import (
     EMBEDDING,
     LM_HEAD,
@@ -18,6 +19,7 @@ from loraplex.kernels.adapter_parts import (
     embed,
     of_rows,
     replace_logits,
+    scores,
 )
 
 VOCAB, HIDDEN, TOKENS = 37, 24, 21
@@ -142,3 +144,29 @@ def _on_meta(value):
         case tuple():
             return tuple(map(_on_meta, value))
     return value
+
+
+def test_scores_of_several_heads():
+    torch.default_generator.manual_seed(2)
+    x, base = torch.randn(4, 8), torch.randn(4, 3)
+    three, five = torch.randn(3, 8), torch.randn(5, 8)
+    uses = [
+        PartsUse(
+            AdapterParts(weights={SCORE: (WeightRows(0, three),)}),
+            torch.tensor([0, 2]),
+            torch.tensor([1.0, 0.25]),
+        ),
+        PartsUse(
+            AdapterParts(weights={SCORE: (WeightRows(0, five[:2]), WeightRows(2, five[2:]))}),
+            torch.tensor([3]),
+            torch.tensor([0.25]),
+        ),
+        PartsUse(AdapterParts(has_head_lora=True), torch.tensor([1]), torch.tensor([1.0])),
+    ]
+    expected = [x[0] @ three.t(), base[1], base[2] + 0.25 * (x[2] @ three.t() - base[2])]
+    expected.append(x[3] @ five.t())  # of another number of labels there is no share
+    for found, wanted in zip(scores(base, x, uses), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    assert torch.equal(scores(base, x, uses[:1])[0], scores(base[:, :0], x, uses[:1])[0])
+    assert [len(found) for found in scores(base[:, :0], x, uses)] == [3, 0, 3, 5]
+    assert not uses[0].parts.changes_ends, "a head changes no step that generates"

@@ -72,7 +72,7 @@ def test_each_query_once_with_all_its_keys(
         for tile in group.tiles:
             assert 0 < tile.num_queries <= shape.num_queries
             start, count = rows[tile.row]
-            assert tile.num_blocks_held == -(-(start + count) // BLOCK_SIZE)
+            assert tile.seq_len == start + count
             for offset in range(tile.num_queries):
                 position = tile.first_position + offset
                 assert tile.first_token + offset - first_tokens[tile.row] == position - start

@@ -150,6 +150,27 @@ def test_ragged_rows(library, shape, window, sinks, dtype):
 @pytest.mark.covering(2)
 @pytest.mark.some(20)
 @DTYPES
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (1, 0), (70, 3), (600, 0)])
+@pytest.mark.parametrize("name", ["grouped", "odd sizes", "blocks across tiles"])
+def test_queries_that_see_later_keys(library, name, window, sinks, dtype):
+    """Whole rows of one split and of several, with the same bits alone and in other threads."""
+    shape, lens = SHAPES[name], [1, 33, 700]
+    rules = {"window": window, "sinks": sinks, "is_causal": False}
+    rows = PagedRows(kernel_of(library, 2), lens, shape=shape, dtype=dtype)
+    queries = random_queries(lens, shape, dtype)
+    outputs = rows.attend(queries, lens, **rules)
+    for row, output in enumerate(outputs):
+        expected = dense_attention(queries[row], rows.keys[row], rows.values[row], **rules)
+        assert relative_error(output, expected) < TOLERANCE[dtype]
+        (alone,) = rows.attend(
+            [queries[row]], [lens[row]], [row], kernel=kernel_of(library, 5), **rules
+        )
+        assert torch.equal(alone, output)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.some(20)
+@DTYPES
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("name", ["grouped", "odd sizes", "small heads", "large heads"])
 def test_rules_of_scores(library, name, rules, dtype):

@@ -234,6 +234,22 @@ def test_a_value_that_no_op_made_is_computed_each_time(library: NativeLibrary, k
     assert kernels._programs["key"] is None
 
 
+def test_memory_of_torch_that_a_later_op_gets_is_no_output_before(library: NativeLibrary) -> None:
+    kernels = NativeKernels(library, 1)
+    norm, indices = torch.randn(8), torch.tensor([0, 1])
+
+    def compute() -> torch.Tensor:
+        made = x * 1.5
+        normed = kernels.rms_norm(made, norm, 1e-5)
+        kernels._recorder.output(made)  # Freed, and allocated anew for an op's output.
+        return kernels.take_rows(normed, indices)
+
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        assert torch.equal(kernels.repeat("key", (x, indices), compute), compute())
+    assert kernels._programs["key"] is None
+
+
 def test_a_failed_recording_leaves_nothing_behind(library: NativeLibrary) -> None:
     kernels = NativeKernels(library, 1)
     model = Model(kernels)

@@ -11,6 +11,7 @@ from loraplex.kernels.activations import Activation
 from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout, Storage
 from loraplex.kernels.reference import ReferenceKernels
+from support.dense_attention import dense_attention as dense_attention_of_rules
 from support.dense_attention import random_queries
 
 CPU = torch.device("cpu")
@@ -44,6 +45,14 @@ def test_linear_gives_a_row_the_same_bits_in_any_company(
     expected = torch.cat([kernels.linear(row.unsqueeze(0), packed) for row in rows])
     for num_rows in (2, 3, 5, 7, 9, 16, 33, 70):
         assert torch.equal(kernels.linear(rows[:num_rows], packed), expected[:num_rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_multiply(kernels: Kernels, dtype: torch.dtype) -> None:
+    x, factor = torch.randn(2, 40, 250).to(dtype)[:, :, 3:-7]
+    expected = (x.double() * factor.double()).to(dtype)
+    assert torch.equal(kernels.multiply(x, factor), expected)
+    assert torch.equal(kernels.multiply(x[7:8], factor[7:8]), expected[7:8])
 
 
 def test_layer_norm(kernels: Kernels) -> None:
@@ -181,7 +190,12 @@ class PagedRows:
         self.values.append(value)
 
     def attend(
-        self, queries: Sequence[torch.Tensor], rows: Sequence[int], window: Window = (None, 0)
+        self,
+        queries: Sequence[torch.Tensor],
+        rows: Sequence[int],
+        window: Window = (None, 0),
+        *,
+        is_causal: bool = True,
     ) -> list[torch.Tensor]:
         counts = [len(query) for query in queries]
         layout = RowLayout(
@@ -190,7 +204,10 @@ class PagedRows:
             self.tables[list(rows)],
         )
         rules = AttentionRules(
-            scale=self.shape.head_dim**-0.5, window=window[0], num_sink_tokens=window[1]
+            scale=self.shape.head_dim**-0.5,
+            window=window[0],
+            num_sink_tokens=window[1],
+            is_causal=is_causal,
         )
         plan = self.kernels.plan_attention(layout, self.shape, rules)
         output = self.kernels.paged_attention(torch.cat(list(queries)), self.storage, plan)
@@ -219,6 +236,34 @@ def test_ragged_paged_attention(kernels: Kernels, window: Window, shape: Attenti
     for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
         expected = dense_attention(query, key, value, window)
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [(None, 0), (1, 0), (5, 0), (70, 0), (40, 18)], ids=str)
+@pytest.mark.parametrize("shape", [SHAPE, AttentionShape(8, 1, 8, 5)], ids=["grouped", "one head"])
+def test_queries_that_see_later_keys(
+    kernels: Kernels, window: Window, shape: AttentionShape
+) -> None:
+    """Whole rows, alone and together with the same bits; a window is on both sides."""
+    seq_lens = (1, 7, 64, 65, 130, 300)
+    rows = PagedRows(kernels, seq_lens, shape=shape)
+    queries = random_queries(seq_lens, shape)
+    outputs = rows.attend(queries, range(len(seq_lens)), window, is_causal=False)
+    for row, output in enumerate(outputs):
+        vectors = (queries[row], rows.keys[row], rows.values[row])
+        expected = dense_attention_of_rules(*vectors, *window, is_causal=False)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+        (alone,) = rows.attend([queries[row]], [row], window, is_causal=False)
+        assert torch.equal(alone, output)
+
+
+def test_queries_may_outnumber_the_keys_of_their_row(kernels: Kernels) -> None:
+    """Each query sees all keys: in cross attention they are of another text."""
+    rows = PagedRows(kernels, (7, 90))
+    queries = random_queries((150, 1), SHAPE)
+    outputs = rows.attend(queries, range(2), is_causal=False)
+    for query, key, value, output in zip(queries, rows.keys, rows.values, outputs, strict=True):
+        expected = dense_attention_of_rules(query, key, value, is_causal=False)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

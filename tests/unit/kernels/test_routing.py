@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
@@ -35,6 +36,7 @@ THEIRS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "olmoe": OlmoeTopKRouter,
     "deepseek-v2-lite": DeepseekV2TopkRouter,
     "deepseek-v2": DeepseekV2TopkRouter,
+    "ernie-moe": Ernie4_5_MoeTopKRouter,
     "deepseek-v3": DeepseekV3TopkRouter,
     "deepseek-v3-no-norm": DeepseekV3TopkRouter,
     "glm4-moe": Glm4MoeTopkRouter,
@@ -67,6 +69,7 @@ def chosen_by_transformers(name: str, logits: torch.Tensor) -> tuple[torch.Tenso
         topk_group=rules.num_chosen_groups,
         router_jitter_noise=rules.jitter,
         input_jitter_noise=0.0,
+        moe_norm_min=1e-12,
     )
     router = THEIRS[name](config).eval()
     with torch.no_grad():
@@ -74,7 +77,9 @@ def chosen_by_transformers(name: str, logits: torch.Tensor) -> tuple[torch.Tenso
             parameter.zero_()
         router.get_parameter("weight").copy_(torch.eye(rules.num_experts))
         if case.has_selection_bias:
-            router.get_buffer("e_score_correction_bias").copy_(case.selection_bias())
+            tensors = {**dict(router.named_parameters()), **dict(router.named_buffers())}
+            (name,) = (name for name in tensors if name.endswith("e_score_correction_bias"))
+            tensors[name].copy_(case.selection_bias())
         _, weights, experts = router(logits)
     return experts, weights
 

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from loraplex.core.cache import Blocks, CacheSpec, Chunk
+from loraplex.core.cache import Blocks, CacheSpec, Chunk, States
 from loraplex.memory.cache_policy import cache_policy
 from support.examples import examples
 
@@ -63,6 +63,22 @@ def test_no_sequence_holds_more_than_the_maximum(
         num_computed = end
     assert most <= policy.max_held(num_computed, max(steps))
     assert all(policy.is_writable(position) for position in range(num_computed))
+
+
+@examples(4)
+@given(
+    specs | st.just(States(12)),
+    st.integers(1, 4),
+    st.integers(1, MAX_TOKENS),
+    st.integers(0, MAX_TOKENS),
+    st.integers(1, 7),
+)
+def test_a_longer_sequence_holds_at_least_as_much(
+    spec: CacheSpec, block_size: int, num_tokens: int, num_more: int, max_step: int
+) -> None:
+    """So an engine that fits the longest sequence fits all: `EngineLimits.fits_longest`."""
+    policy = cache_policy(spec, block_size)
+    assert policy.max_held(num_tokens, max_step) <= policy.max_held(num_tokens + num_more, max_step)
 
 
 @examples(4)

@@ -25,7 +25,7 @@ from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
 from loraplex.kernels.ops import RowLayout, Storage
 from loraplex.memory.adapter_pages import layer_targets, page_geometry, place
-from loraplex.models.batch import ForwardBatch
+from loraplex.models.batch import ForwardBatch, StateRows
 from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
 from loraplex.models.rope import rotary_tables
@@ -44,6 +44,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 8},
     "GPT2LMHeadModel": {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": 64},
     "MixtralForCausalLM": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "Lfm2ForCausalLM": {
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
     "Qwen2MoeForCausalLM": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -101,6 +106,9 @@ class Model:
             rows=tuple(RowLayout([0, 1, 2], [position + 1] * 2, table) for table in self.tables),
             logits_indices=torch.arange(2),
             lora=lora,
+            state_rows=StateRows(
+                torch.arange(3), {}, dict.fromkeys(range(len(self.tables)), torch.tensor([0, 2]))
+            ),
         )
 
     def decode(self, position: int, lora: LoraBatch | None = None) -> torch.Tensor:

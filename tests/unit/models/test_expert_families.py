@@ -112,12 +112,6 @@ def test_both_names_of_the_number_of_experts(name: str, tmp_path: Path) -> None:
         ),
         (
             "qwen3-30b-a3b",
-            {"architectures": ["DeepseekV3ForCausalLM"]},
-            UnsupportedModelError,
-            ("DeepseekV3ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
-        ),
-        (
-            "qwen3-30b-a3b",
             {"architectures": ["Llama4ForCausalLM"]},
             UnsupportedModelError,
             ("Llama4ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),

@@ -27,6 +27,13 @@ def read(folder: Path, name: str, text: dict[str, Any] | None = None, **changes:
     ("name", "changes", "named"),
     [
         ("gemma-2b", {"use_bidirectional_attention": True}, ("use_bidirectional_attention",)),
+        ("olmo-2-7b", {"is_causal": False}, ("is_causal false", "later", "Qwen2Model")),
+        ("gemma-3-4b-it", {"text": {"is_causal": False}}, ("text_config", "is_causal false")),
+        (
+            "gemma-3-4b-it",
+            {"text": {"use_bidirectional_attention": True}},
+            ("text_config", "use_bidirectional_attention"),
+        ),
         ("gemma-2-27b", {"use_bidirectional_attention": True}, ("use_bidirectional_attention",)),
         ("gemma-3-1b-it", {"attn_logit_softcapping": 50.0}, ("attn_logit_softcapping", 3)),
         (
@@ -116,3 +123,20 @@ def test_the_queries_of_a_ministral_3_grow_with_their_position(tmp_path: Path) -
     assert attention.query_rope is not None
     assert (attention.rope.growth, attention.query_rope.growth) == (0.0, 0.1)
     assert attention.rope.original_max_position_embeddings == 16_384
+
+
+@pytest.mark.parametrize(
+    ("types", "named"),
+    [
+        ({"hybrid_override_pattern": "M-*"}, ("hybrid_override_pattern", 3, 4)),
+        ({"layers_block_type": ["mamba", "mlp"]}, ("layers_block_type", 2, 4)),
+        ({"layer_types": ["full_attention"] * 5}, ("layer_types", 5, 4)),
+    ],
+)
+def test_types_of_another_number_of_layers_are_refused(
+    tmp_path: Path, types: dict[str, Any], named: tuple[object, ...]
+) -> None:
+    config = {"architectures": ["NemotronHForCausalLM"], "num_hidden_layers": 4, **types}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=naming(*named)):
+        read_config(tmp_path)

@@ -9,16 +9,42 @@ import pytest
 
 from loraplex.core.rank_limits import ModuleKind, kind_of
 from loraplex.models.registry import read_config
-from loraplex.models.spec import DOWN, ROUTER, SHARED_DOWN, SHARED_GATE, SHARED_UP, UP
+from loraplex.models.spec import (
+    DOWN,
+    LATENT_INPUT,
+    LATENT_OUTPUT,
+    ROUTER,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_UP,
+    UP,
+)
 from loraplex.models.specs.attention import OUTPUT, QKV
+from loraplex.models.specs.convolution import CONV_IN, CONV_OUT
+from loraplex.models.specs.delta import DELTA_GATES, DELTA_IN, DELTA_OUT
+from loraplex.models.specs.latent import LATENT_DOWN, LATENT_HEADS, LATENT_OUT, LATENT_QUERY
+from loraplex.models.specs.ssm import SSM_INPUT, SSM_OUTPUT
 from support.families.published import MODELS
 from support.families.real_rest import CONFIGS
 
 KINDS = {
     QKV: ModuleKind.ATTENTION,
     OUTPUT: ModuleKind.ATTENTION,
+    DELTA_IN: ModuleKind.ATTENTION,
+    DELTA_GATES: ModuleKind.ATTENTION,
+    DELTA_OUT: ModuleKind.ATTENTION,
+    SSM_INPUT: ModuleKind.ATTENTION,
+    SSM_OUTPUT: ModuleKind.ATTENTION,
+    CONV_IN: ModuleKind.ATTENTION,
+    CONV_OUT: ModuleKind.ATTENTION,
+    LATENT_DOWN: ModuleKind.ATTENTION,
+    LATENT_QUERY: ModuleKind.ATTENTION,
+    LATENT_HEADS: ModuleKind.ATTENTION,
+    LATENT_OUT: ModuleKind.ATTENTION,
     UP: ModuleKind.MLP,
     DOWN: ModuleKind.MLP,
+    LATENT_INPUT: ModuleKind.MLP,
+    LATENT_OUTPUT: ModuleKind.MLP,
     ROUTER: ModuleKind.ROUTER,
     SHARED_UP: ModuleKind.SHARED_EXPERT,
     SHARED_DOWN: ModuleKind.SHARED_EXPERT,

@@ -12,10 +12,20 @@ from loraplex.adapters.formats.peft_names import parse_name
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
-from support.families import published, published_experts
+from support.families import (
+    published,
+    published_experts,
+    published_recent,
+    published_recent_experts,
+)
 from support.families.published import Published
 
-MODELS = {**published.MODELS, **published_experts.MODELS}
+MODELS = {
+    **published.MODELS,
+    **published_recent.MODELS,
+    **published_experts.MODELS,
+    **published_recent_experts.MODELS,
+}
 
 
 @pytest.fixture(params=MODELS)
@@ -52,10 +62,11 @@ def test_names_of_the_tensors(model: Published, spec: ModelSpec) -> None:
     layer = f"{model.root}layers.1."
     stored = [f"{layer}{part}.weight" for part in expanded(model.parts)]
     stored += [f"{layer}{part}.bias" for part in expanded(model.biases)]
+    stored += [f"{layer}{part}" for part in expanded(model.others)]
     found = {spec.names.canonical(name) for name in stored}
     assert found == {name for name in shapes if name.startswith("model.layers.1.")}
     ends = {f"{model.root}embed_tokens.weight", f"{model.root}norm.weight"}
-    if not spec.tie_word_embeddings:
+    if spec.has_lm_head and not spec.tie_word_embeddings:
         ends.add("lm_head.weight" if model.root == "model." else "language_model.lm_head.weight")
     found = {spec.names.canonical(name) for name in ends}
     assert found == {name for name in shapes if ".layers." not in name}

@@ -154,6 +154,21 @@ def test_bad_layer_types(tmp_path: Path, layer_types: list[str], message: str) -
         read(tmp_path, qwen, layer_types=layer_types)
 
 
+def test_what_reads_later_positions_has_no_output_layer(tmp_path: Path) -> None:
+    for name, changes in (
+        ("LlamaForCausalLM", {"is_causal": False}),
+        ("Qwen3Model", {"is_causal": False}),
+        ("LlamaBidirectionalModel", {"pooling": "avg"}),
+    ):
+        spec = llama(tmp_path, architectures=[name], tie_word_embeddings=True, **changes)
+        assert (spec.is_causal, spec.has_lm_head, spec.tie_word_embeddings) == (False,) * 3
+    # The window of transformers for both directions is one longer.
+    fields = {"architectures": ["MistralModel"], "sliding_window": 9, "is_causal": False}
+    assert layer_windows(llama(tmp_path, **fields)) == (10,) * spec.num_layers
+    causal = llama(tmp_path, **fields | {"is_causal": True})
+    assert (causal.is_causal, layer_windows(causal)) == (True, (9,) * spec.num_layers)
+
+
 def test_qwen3_has_norms_and_its_own_head_size(tmp_path: Path) -> None:
     config = read(tmp_path, LLAMA, architectures=["Qwen3ForCausalLM"])
     attention = config.layers[2].mixer

@@ -17,10 +17,10 @@ from loraplex.models.registry import read_config
 from loraplex.models.sharding import adapter_share, shard
 from loraplex.models.spec import DOWN, UP, ModelSpec
 from loraplex.models.specs.attention import OUTPUT, QKV
-from support.families import experts, first, rest
+from support.families import every
 from support.naming import naming
 
-CASES = {**first.CASES, **rest.CASES, **experts.CASES}
+CASES = every.CASES
 
 
 def spec_of(name: str, folder: Path) -> ModelSpec:

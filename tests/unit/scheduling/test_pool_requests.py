@@ -66,6 +66,35 @@ def test_a_prompt_finds_its_beginning_in_the_prefix_cache():
     assert fakes.completions[second].outputs[-1].timing.num_cached_tokens == 8
 
 
+def test_a_model_in_both_directions_computes_a_prompt_whole_and_finds_none_of_it():
+    fakes = fake_engine({"max_num_batched_tokens": 14, "max_prefill_chunk": 4}, is_causal=False)
+    ids = [fakes.add(range(12), task=Pool()) for _ in range(2)]
+    fakes.run()
+    ids.append(fakes.add(range(12), task=Pool()))
+    fakes.run()
+    rows = [row for plan in fakes.runner.plans for row in plan.rows]
+    assert [(row.start, row.num_tokens) for row in rows] == [(0, 12)] * 3
+    for request_id in ids:
+        assert result_of(fakes, request_id)[2] is None
+        assert fakes.completions[request_id].outputs[-1].timing.num_cached_tokens == 0
+    too_long = fakes.add(range(15), task=Pool())
+    fakes.run()
+    error = fakes.completions[too_long].outputs[-1].error
+    assert error.code == "prompt_too_long"
+    assert "max_num_batched_tokens" in error.message
+    assert "15" in error.message
+
+
+@pytest.mark.parametrize(("is_causal", "reason"), [(True, "output layer"), (False, "later ones")])
+def test_a_model_that_generates_nothing_says_why(is_causal, reason):
+    fakes = fake_engine(generates=False, is_causal=is_causal)
+    request_id = fakes.add([1, 2], max_tokens=3)
+    fakes.run()
+    error = fakes.completions[request_id].outputs[-1].error
+    assert (error.code, error.param) == ("unsupported_feature", "model")
+    assert reason in error.message
+
+
 @pytest.mark.parametrize(
     ("length", "task", "code"),
     [
@@ -92,6 +121,18 @@ def test_a_refusal_names_the_kind_and_the_kinds_that_are_served():
     assert error.param == "kind"
     assert "mean" in error.message
     assert "last" in error.message
+
+
+def test_a_token_outside_the_vocabulary_is_refused():
+    fakes = fake_engine(pool_kinds=tuple(PoolKind))
+    vocab_size = fakes.runner.capacity().vocab_size
+    for token_id in (vocab_size, -1):
+        pool = Pool(PoolKind.LOGITS, normalize=False, token_ids=(0, token_id))
+        request_id = fakes.add([1], task=pool)
+        fakes.run()
+        error = fakes.completions[request_id].outputs[-1].error
+        assert (error.code, error.param) == ("token_out_of_vocabulary", "token_ids")
+        assert str(token_id) in error.message
 
 
 def test_a_runner_without_vectors():

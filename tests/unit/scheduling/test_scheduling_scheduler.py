@@ -227,6 +227,17 @@ def test_what_can_never_fit_is_refused_with_numbers():
     assert re.search(naming(49, 50), fakes.completions[beyond_model].outputs[-1].error.message)
 
 
+@pytest.mark.parametrize(("num_blocks", "code"), [(12, None), (11, "prompt_too_long")])
+def test_the_longest_request_needs_a_block_for_all_its_tokens_but_the_last(num_blocks, code):
+    # 49 tokens: the last one is never computed, and the other 48 fill 12 blocks.
+    fakes = fake_engine(num_blocks=num_blocks, max_model_len=49)
+    longest = fakes.add(range(40), max_tokens=9)
+    shorter = fakes.add(range(36), max_tokens=9)
+    fakes.run()
+    assert fakes.completions[longest].error_code == code
+    assert fakes.completions[shorter].error_code is None
+
+
 def test_the_models_length_ends_a_sequence():
     fakes = fake_engine(max_model_len=8)
     request_id = fakes.add([1, 2, 3, 4, 5], sampling=SamplingParams(max_tokens=None, seed=1))

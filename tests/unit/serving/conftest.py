@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from loraplex.adapters.shapes import BaseShapes
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.staged import Examination, StagedAdapter
 from loraplex.adapters.store import AdapterStore
 from loraplex.core.adapter import AdapterUse
@@ -65,6 +66,8 @@ def temporary_folder(monkeypatch, tmp_path_factory):
 
 class FakeStaging:
     """A staging worker without files: `staged` has what each path gives, or the error it raises."""
+
+    policy = SourcePolicy()
 
     def __init__(self) -> None:
         self.staged: dict[str, StagedAdapter | LoraplexError] = {}

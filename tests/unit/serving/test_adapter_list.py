@@ -44,6 +44,7 @@ def row(name, *, described=None, **fields):
         "rank": number % 5,
         "state": AdapterState.READY,
         "residency": Residency.ABSENT,
+        "has_warnings": False,
         "use": UsageCount(requests=number % 3, last_used=number % 4 or None),
         "shown": shown,
     }
@@ -54,7 +55,11 @@ def names(page):
     return [card.name for card in page.data]
 
 
-THREE = [row("b"), row("A", aliases=("First",)), row("c", state=AdapterState.MISSING)]
+THREE = [
+    row("b"),
+    row("A", aliases=("First",)),
+    row("c", state=AdapterState.MISSING, has_warnings=True),
+]
 
 
 def test_only_a_page_is_described():
@@ -117,6 +122,8 @@ def test_orders():
         ({"search": "x"}, []),
         ({"state": AdapterState.MISSING}, ["c"]),
         ({"residency": Residency.DEVICE}, []),
+        ({"has_warnings": True}, ["c"]),
+        ({"has_warnings": False}, ["A", "b"]),
         ({"offset": 3}, []),
     ],
 )

@@ -21,7 +21,7 @@ from loraplex.core.retention import KVRetention, TokenRangeRetention
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
 from loraplex.serving.admission import admit, check_request, cut_prompt
-from loraplex.serving.backend import ModelCard
+from loraplex.serving.backend import EncoderFormat, ModelCard
 from support.naming import naming, refused
 
 CARD = ModelCard(
@@ -35,6 +35,7 @@ CARD = ModelCard(
     dtype="float32",
     kv_dtype="float32",
 )
+WITH_ENCODER = msgspec.structs.replace(CARD, encoder=EncoderFormat(max_tokens=7, first_ids=(2,)))
 PROMPT = (1, 2, 3)
 NOW_NS = 5_000_000_000
 
@@ -303,6 +304,7 @@ def test_a_prompt_longer_than_its_own_limit():
         (PromptTruncation(None), 4, CARD, (3, 4, 5, 6, 7, 8)),
         (PromptTruncation(None), None, CARD, (1, 2, 3, 4, 5, 6, 7, 8)),
         (PromptTruncation(None), 4, msgspec.structs.replace(CARD, max_input_len=2), (7, 8)),
+        (PromptTruncation(None), 4, WITH_ENCODER, (2, 3, 4, 5, 6, 7, 8)),
     ],
 )
 def test_a_prompt_is_cut(truncation, max_tokens, card, left):
@@ -329,6 +331,30 @@ def test_a_prompt_is_not_cut_to_nothing(most, max_tokens):
         cut_prompt(request, request.truncation, request.prompt, CARD)
     assert caught.value.param == "truncate_prompt_tokens"
     assert re.search(naming(1, "truncate_prompt_tokens"), caught.value.message)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "prompt", "error"),
+    [
+        ("decoder_prompt", (2, 100), (2, 100), TokenOutOfVocabularyError),
+        ("forced_bos_token_id", 100, (2, 100), TokenOutOfVocabularyError),
+        ("decoder_prompt", (2,) * 10, (2,) * 10, PromptTooLongError),
+    ],
+)
+def test_what_a_decoder_begins_with_has_its_name_in_errors(field, value, prompt, error):
+    request = GenerateRequest(request_id=1, model="m", prompt=(1,), **{field: value})
+    with pytest.raises(error, match=field) as caught:
+        admit(
+            request,
+            prompt,
+            encoder_token_ids=(1,),
+            model=WITH_ENCODER,
+            eos_token_ids=(2,),
+            adapters=(),
+            principal=LOCAL,
+            now_ns=NOW_NS,
+        )
+    assert caught.value.param == field
 
 
 def test_a_cache_salt_is_part_of_the_salt():

@@ -14,8 +14,8 @@ from loraplex.serving.compare import (
     ComparedOutput,
     Difference,
     FirstDifference,
+    begun_comparison,
     compare,
-    compare_streaming,
     comparison_requests,
     difference,
 )
@@ -70,12 +70,23 @@ def test_times():
     assert (found.ttft_ms, found.total_ms, found.logprob) == (2.5, 8.0, -1.5)
 
 
-def run(backend, choices, principal=LOCAL, **sampling):
-    request = GenerateRequest(
-        request_id=0, model="echo", prompt="hi", task=Generate(SamplingParams(**sampling))
-    )
-    requests = comparison_requests(backend, request, choices)
-    return requests, asyncio.run(compare(backend, requests, principal))
+def comparison_of(choices, prompts=(), **sampling):
+    """One request for each choice, with the prompt `hi` where no other is given."""
+    task = Generate(SamplingParams(**sampling))
+    return [
+        GenerateRequest(request_id=0, model="echo", prompt=prompt, task=task, adapters=adapters)
+        for adapters, prompt in zip(choices, prompts or ["hi"] * len(choices), strict=True)
+    ]
+
+
+def run(backend, choices, prompts=(), **sampling):
+    requests = comparison_requests(backend, comparison_of(choices, prompts, **sampling))
+    return requests, asyncio.run(compare(backend, requests, LOCAL))
+
+
+async def progress_of(backend, requests):
+    async with begun_comparison(backend, requests, LOCAL) as comparison:
+        return [each async for each in comparison.progress()]
 
 
 @pytest.fixture
@@ -121,6 +132,61 @@ def test_all_draw_alike(backend):
     assert [(r.sampling.seed, r.sampling.n) for r in requests] == [(5, 1), (5, 1)]
 
 
+def test_a_seed_of_its_own(backend):
+    own, other, third = comparison_of([(), FR, FR], temperature=1.0)
+    own = own.with_sampling(msgspec.structs.replace(own.sampling, seed=9))
+    seeds = [each.sampling.seed for each in comparison_requests(backend, [own, other, third])]
+    assert seeds[0] == 9
+    assert seeds[1] == seeds[2] is not None
+
+
+def test_an_output_is_compared_with_the_base_of_its_own_prompt(backend):
+    prompts = ["hi", "hi", "ho", "ho", "he"]
+    _, found = run(backend, [(), FR, FR, (), FR], prompts, max_tokens=64)
+    assert [each.text for each in found] == [
+        "echo: hi",
+        "echo+fr: hi",
+        "echo+fr: ho",
+        "echo: ho",
+        "echo+fr: he",
+    ]
+    same = len("echo")
+    assert found[1].versus_base.num_same_tokens == found[2].versus_base.num_same_tokens == same
+    assert [found[i].versus_base for i in (0, 3, 4)] == [None, None, None]
+
+
+async def test_one_that_is_cancelled_ends_with_what_it_has(backend):
+    """Its row is free, and the others go on."""
+    backend.delay_seconds = 0.01
+    requests = comparison_requests(
+        backend, comparison_of([(), FR, NO], max_tokens=4000, ignore_eos=True)
+    )
+    ends, num_running = {}, []
+    async with begun_comparison(backend, requests, LOCAL) as comparison:
+        assert not comparison.cancel(2), "it was refused"
+        async for index, item in comparison.progress():
+            if index == 1 and not isinstance(item, ComparedOutput):
+                num_running.append(backend.engine_stats.num_running)
+                assert comparison.cancel(1)
+            if isinstance(item, ComparedOutput):
+                ends[index] = item
+                assert not comparison.cancel(index), "it has ended"
+                if index == 1:
+                    num_running.append(backend.engine_stats.num_running)
+                    assert comparison.cancel(0)
+    assert [ends[index].finish_reason for index in (1, 0)] == [FinishReason.ABORT] * 2
+    assert (num_running[0], num_running[-1]) == (2, 1)
+    assert 0 < len(ends[1].token_ids) < 4000
+    assert "echo+fr".startswith(ends[1].text[:7])
+    assert backend.aborted == [requests[1].request_id, requests[0].request_id]
+    value = backend.metrics.registry.get_sample_value
+    for index, adapter in enumerate(("", "fr")):
+        labels = {"model": "echo", "adapter": adapter}
+        ended = value("loraplex_requests_total", labels | {"finish_reason": "abort"})
+        tokens = value("loraplex_generation_tokens_total", labels)
+        assert (ended, tokens) == (1, len(ends[index].token_ids)), "each is counted once"
+
+
 def test_bad_sampling_yields_no_completion(backend):
     with pytest.raises(InvalidParameterError, match="temperature"):
         run(backend, [(), FR], temperature=-1.0)
@@ -138,8 +204,7 @@ def test_a_client_that_leaves_aborts_all(backend):
     backend.delay_seconds = 0.01
 
     async def leave():
-        request = GenerateRequest(request_id=0, model="echo", prompt="hi")
-        requests = comparison_requests(backend, request, [(), FR])
+        requests = comparison_requests(backend, comparison_of([(), FR]))
         task = asyncio.create_task(compare(backend, requests, LOCAL))
         await asyncio.sleep(0.03)
         task.cancel()
@@ -190,9 +255,8 @@ def test_every_stream_is_closed():
 def test_an_output_that_differs_from_the_base_does_not_wait_for_it(backend):
     async def order():
         backend.scripts.extend([["a" * 40], ["b"], ["aa"]])
-        request = GenerateRequest(request_id=0, model="echo", prompt="hi")
-        requests = comparison_requests(backend, request, [(), FR, FR])
-        progress = [each async for each in compare_streaming(backend, requests, LOCAL)]
+        requests = comparison_requests(backend, comparison_of([(), FR, FR]))
+        progress = await progress_of(backend, requests)
         ends = [(index, item) for index, item in progress if isinstance(item, ComparedOutput)]
         return [(index, item.versus_base) for index, item in ends]
 
@@ -204,14 +268,13 @@ def test_an_output_that_differs_from_the_base_does_not_wait_for_it(backend):
 
 def test_an_output_that_equals_the_base_so_far_waits_for_its_end(backend):
     async def order():
-        request = GenerateRequest(request_id=0, model="echo", prompt="hi")
-        requests = comparison_requests(backend, request, [(), FR])
+        requests = comparison_requests(backend, comparison_of([(), FR]))
         async for _ in await backend.generate(requests[1], LOCAL):
             pass  # the adapter is on the device from now on
         backend.scripts.extend([["aaaa"], ["aaaa"]])
         shorter = msgspec.structs.replace(requests[1].sampling, max_tokens=2)
         requests[1] = requests[1].with_sampling(shorter)
-        progress = [each async for each in compare_streaming(backend, requests, LOCAL)]
+        progress = await progress_of(backend, requests)
         return [(i, isinstance(item, ComparedOutput)) for i, item in progress]
 
     assert asyncio.run(order())[-3:] == [(0, False), (1, True), (0, True)]

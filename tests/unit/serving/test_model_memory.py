@@ -2,7 +2,7 @@
 
 import msgspec
 
-from loraplex.core.cache import Blocks, States
+from loraplex.core.cache import Blocks, Cross, States
 from loraplex.core.config import ModelConfig
 from loraplex.core.plan import CacheGroupCapacity, PageGeometry
 from loraplex.core.stats import AdapterTierStats, CacheGroupStats, EngineStats
@@ -113,6 +113,16 @@ def test_states_are_blocks_of_their_own():
     positions, states = memory_of(capacity, STATS, targets=TARGETS, model=MODEL).kv.groups
     assert (positions.state_tokens, states.state_tokens) == (0, 64)
     assert (states.blocks, states.block_bytes) == (6, 5000)
+
+
+def test_blocks_of_an_encoder_are_marked():
+    groups = (
+        CacheGroupCapacity(num_blocks=100),
+        CacheGroupCapacity(num_blocks=6, spec=Cross(), block_bytes=5000),
+    )
+    capacity = msgspec.structs.replace(CAPACITY, cache_groups=groups)
+    found = memory_of(capacity, STATS, targets=TARGETS, model=MODEL).kv.groups
+    assert [group.is_of_encoder for group in found] == [False, True]
 
 
 def test_a_device_of_its_own():

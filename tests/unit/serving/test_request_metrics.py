@@ -1,5 +1,6 @@
 """What is counted for which request."""
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 
@@ -14,6 +15,7 @@ from loraplex.core.output import (
 )
 from loraplex.core.request import GenerateRequest
 from loraplex.core.sampling_params import SamplingParams
+from loraplex.core.task import Pool, PoolKind
 from loraplex.serving.request_metrics import MAX_LABELS, RequestMetrics
 from loraplex.serving.wire_request import GenerationRecord
 
@@ -226,6 +228,21 @@ def test_two_of_them_do_not_share_anything():
     one, two = RequestMetrics(models=["m"]), RequestMetrics(models=["m"])
     one.observe_error("m", InvalidRequestError("no"))
     assert b'code="invalid_request"' not in generate_latest(two.registry)
+
+
+async def test_requests_by_what_they_want_of_a_prompt(metrics, clock):
+    pools = (
+        Pool(),
+        Pool(PoolKind.MEAN),
+        Pool(PoolKind.SCORE, normalize=False),
+        Pool(PoolKind.LOGITS, normalize=False, token_ids=(3, 4)),
+    )
+    for pool in pools:
+        request = msgspec.structs.replace(REQUEST, task=pool)
+        metrics.observe(request, ScriptedOutputs(clock, []), record(), Lease())
+    metrics.observe(REQUEST, ScriptedOutputs(clock, []), record(), Lease())
+    for task, count in (("embed", 2), ("classify", 1), ("score", 1), ("generate", None)):
+        assert value(metrics, "pooled_requests_total", task=task) == count
 
 
 async def test_requests_with_a_grammar(metrics, clock):

@@ -8,7 +8,14 @@ import time
 import msgspec
 import pytest
 
-from loraplex.core.adapter import AdapterChoice, AdapterRef, ByDigest, ByName, ByTaskId
+from loraplex.core.adapter import (
+    AdapterChoice,
+    AdapterRef,
+    ByDigest,
+    ByName,
+    ByTaskId,
+    LoadPolicy,
+)
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import AdapterConfig
 from loraplex.core.errors import (
@@ -31,6 +38,7 @@ from loraplex.core.task import Generate
 from loraplex.engine.messages import EngineReady
 from loraplex.serving import local_texts
 from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
+from loraplex.serving.adapter_usage import UsedAdapter
 from loraplex.serving.backend import Backend
 from loraplex.serving.engines.engine_state import EngineState
 from loraplex.serving.request_metrics import RequestMetrics
@@ -175,6 +183,51 @@ class TestGenerate:
         (adapter,) = outputs[0].adapters
         assert (adapter.name, adapter.digest, adapter.scale) == ("zh", "digest of /zh", 1.0)
 
+    async def test_a_kept_version_by_its_digest(self, service, staging):
+        """The engine keeps it for its requests alone, no longer than they run."""
+        old = request("a", ByDigest("digest of /ja"))
+        before = await tokens_of(service, old)
+        path = staging.put("/ja2")
+        await service.adapter_admin.load(ACME, model="a", name="ja", path=path, replace=True)
+        for _ in range(2):
+            generation = request("a", ByDigest("digest of /ja"))
+            assert await tokens_of(service, generation) == before
+            used = service.adapter_usage.of_tenant("acme")
+            assert used[UsedAdapter("a", "acme", "ja")].requests
+            engine = service.model("a").engine
+            assert "digest of /ja" not in await engine.residency()
+        both = await asyncio.gather(
+            *(
+                tokens_of(service, request("a", ByDigest(f"digest of {source}")))
+                for source in ("/ja", "/ja2")
+            )
+        )
+        assert both[0] == before
+        assert both[1] != before
+        assert "digest of /ja2" in await service.model("a").engine.residency()
+        always = request("a", ByDigest("digest of /ja"), load_policy=LoadPolicy.ALWAYS)
+        assert await tokens_of(service, always) == before
+        ref = AdapterRef("a", "acme", ByName("ja"))
+        assert (await service.adapter_admin.describe(ACME, ref)).version == 2
+        for principal in (GLOBEX, Principal("acme", rights=Rights(use=NONE))):
+            with pytest.raises((AdapterNotFoundError, PermissionDeniedError)):
+                await service.generate(request("a", ByDigest("digest of /ja")), principal)
+        await service.adapter_admin.unload(ACME, ref)
+        with refused(AdapterNotFoundError, "digest of /ja", param="adapter"):
+            await service.generate(request("a", ByDigest("digest of /ja")), ACME)
+
+    async def test_a_kept_version_is_described(self, service, staging):
+        staging.put("/ja2", num_bytes=77, warnings=("hm",))
+        await service.adapter_admin.load(ACME, model="a", name="ja", path="/ja2", replace=True)
+        ref = AdapterRef("a", "acme", ByName("ja"))
+        now, old = [await service.adapter_admin.describe(ACME, ref, number) for number in (None, 1)]
+        assert (now.version, now.num_bytes, now.warnings) == (2, 77, ("hm",))
+        assert (old.version, old.digest, old.warnings) == (1, "digest of /ja", ())
+        assert old.num_bytes == old.content.host_bytes != 77
+        assert old.versions == now.versions
+        with refused(AdapterNotFoundError, "no version 3", "2, 1", param="version"):
+            await service.adapter_admin.describe(ACME, ref, 3)
+
     async def test_each_tenant_has_its_own(self, service):
         acme = await outputs_of(service, request("a", ByName("zh")), ACME)
         globex = await outputs_of(service, request("a", ByName("zh")), GLOBEX)
@@ -248,9 +301,11 @@ class TestGenerate:
     async def test_a_restarted_engine_may_hold_less(self, service):
         """Admission goes by the engine of now."""
         model = service.model("a")
-        smaller = msgspec.structs.replace(model.engine.capacity, max_model_len=8)
+        smaller = msgspec.structs.replace(
+            model.engine.capacity, max_model_len=8, device_name="Abacus"
+        )
         model.engine._handle(EngineReady(smaller), model.engine._link)
-        assert model.card.max_model_len == 8
+        assert (model.card.max_model_len, model.card.device_name) == (8, "Abacus")
         with refused(PromptTooLongError, 8, "'a'", "max_model_len", param="prompt"):
             await service.generate(request(prompt=(1,) * 8), ACME)
 

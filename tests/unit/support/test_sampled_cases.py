@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.naming import naming
-from support.sampled_cases import left_to_others, part_of_slow
+from support.sampled_cases import has_no_test, left_to_others, part_of_slow
 
 NOT_SLOW = "not slow and not gpu"
 CASES = {f"test_file.py::test_many[{case}]" for case in "abcdefgh"}
@@ -84,3 +84,39 @@ def test_a_run_with_a_part_of_the_slow_tests_takes_some_cases():
 def test_a_part_that_is_none(text):
     with pytest.raises(ValueError, match=naming("K/N", 1)):
         part_of_slow(text)
+
+
+ONE_MARK = "import os\n\npytestmark = pytest.mark.slow\n\nX = 1\n"
+SEVERAL_MARKS = """
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(X is None, reason="[x]"),
+]
+"""
+MARKS_OF_TESTS = """
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+@pytest.mark.slow
+def test_x(): ...
+"""
+
+
+@pytest.mark.parametrize("source", [ONE_MARK, SEVERAL_MARKS])
+def test_a_file_with_an_excluded_mark_has_no_test_of_a_run(source):
+    assert has_no_test(source, NOT_SLOW)
+    assert has_no_test(source, "not soak and not slow and not gpu")
+    assert not has_no_test(source, "not soak")
+    assert not has_no_test(source, "")
+
+
+@pytest.mark.parametrize("markexpr", ["slow", "not slow or gpu", "not (slow and gpu)", "gpu"])
+def test_of_other_expressions_it_is_not_known(markexpr):
+    assert not has_no_test(ONE_MARK, markexpr)
+
+
+@pytest.mark.parametrize(
+    "source", [MARKS_OF_TESTS, "", "# pytestmark = pytest.mark.slow", f"X = '''{ONE_MARK}'''"]
+)
+def test_marks_of_single_tests_do_not_count(source):
+    assert not has_no_test(source, NOT_SLOW)

@@ -1,13 +1,18 @@
 """BOS and EOS by the rules of the folder, as in transformers; and by an operator's entries."""
 
+import asyncio
 import itertools
 import json
 
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
+from loraplex.core.errors import PromptTooLongError
+from loraplex.serving.backend import EncoderFormat
 from loraplex.serving.local_texts import ChatRenderer, LocalTexts
 from loraplex.text.tokenizer import load_tokenizer
+from support.byte_tokenizer import BYTE_TOKENIZER
 from support.echo_service import echo_card
 from support.tiny_tokenizer_pipelines import PIPELINES, with_config, write_gemma
 from support.tiny_tokenizers import BOS, EOS, FAMILIES, write_llama_sentencepiece
@@ -65,6 +70,16 @@ def test_a_templates_bos_is_the_only_one(family, tmp_path):
     added = tokenize("Hello", True)
     assert added[0] == tokenizer.bos_token_id
     assert added.count(tokenizer.bos_token_id) == 1
+
+
+def test_the_length_of_outputs_does_not_limit_an_encoders_input():
+    card = msgspec.structs.replace(
+        echo_card("m"), max_model_len=4, encoder=EncoderFormat(max_tokens=100, first_ids=(2,))
+    )
+    texts = LocalTexts(card, BYTE_TOKENIZER, ChatRenderer({}))
+    assert len(asyncio.run(texts.prompt_ids("a" * 60, False))) == 60
+    with pytest.raises(PromptTooLongError, match=r"takes at most 100 tokens$"):
+        asyncio.run(texts.prompt_ids("a" * 30_000, False))
 
 
 @pytest.mark.parametrize(

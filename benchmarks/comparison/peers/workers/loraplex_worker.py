@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from loraplex.app.llm import LLM
+from loraplex import LLM
 from loraplex.core.errors import LoraplexError
 from loraplex.core.sampling_params import SamplingParams
 

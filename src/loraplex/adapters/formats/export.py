@@ -95,8 +95,8 @@ def common_storage_type(rows: Iterable[CanonicalRow]) -> StorageType:
 
 def holding_module(row: CanonicalRow) -> LoraModule | None:
     """Return TensorRT-LLM's module for a row; None if it has none."""
-    path, _, last = row.origin.rpartition(".")
-    return module_of(path.rpartition(".")[2] if last == row.module else "", row.module)
+    path = row.origin.rpartition(".")[0]
+    return module_of(path.rpartition(".")[2], row.module)
 
 
 def lora_tensors(

@@ -13,7 +13,7 @@ from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.modules import ROUTER, is_of_experts, linear_path
 from loraplex.adapters.formats.peft_names import NORMS, is_of_other_root, parameter_path
 from loraplex.adapters.tensor_file import RawTensor
-from loraplex.core.adapter import EMBEDDING
+from loraplex.core.adapter import EMBEDDING, SCORE
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
 
 _T = TypeVar("_T", int, float)
@@ -51,7 +51,7 @@ def peft_config(rows: Sequence[CanonicalRow], base_model: str | None = None) -> 
     biased = {_path(row) for row in lora if "bias" in row.tensors}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if any(row.module == SCORE for row in rows) else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": rank,
         "lora_alpha": _number(alpha),

@@ -35,7 +35,7 @@ from loraplex.core.errors import (
     UnsupportedModelError,
 )
 from loraplex.core.gguf import SPLIT_COUNT, BlockType, GgufFile, parse_gguf
-from loraplex.core.gguf_names import family_of, hugging_face_name
+from loraplex.core.gguf_names import HeadLayout, family_of, hugging_face_name
 
 A: Final = ".lora_a"
 B: Final = ".lora_b"
@@ -111,11 +111,14 @@ class GgufLora:
         a, b = self._matrix(weight + A), self._matrix(weight + B)
         if place.module == EMBEDDING:
             a = _with_elements(a, a.bits().T)
+        heads = _layout(shapes, -1 if place.layer is None else place.layer)
         with _adapter_errors():
-            head_dim = shapes.layer(-1 if place.layer is None else place.layer).head_dim
-            rows = family.file_rows(f"{place.path}.weight", b.shape[0], head_dim)
+            rows = family.file_rows(f"{place.path}.weight", b.shape[0], heads)
+            columns = family.file_columns(f"{place.path}.weight", heads)
         if rows is not None:
-            b = _with_elements(b, b.bits()[rows])
+            b = _with_elements(b, b.bits()[_checked(rows, b.shape[0], weight)])
+        if columns is not None:
+            a = _with_elements(a, a.bits()[:, _checked(columns, a.shape[1], weight)])
         scale = float(np.float32(self.alpha / a.shape[0])) if self.alpha else 1.0
         row = CanonicalRow(
             place.layer, place.module, None, RowKind.LORA, scale, {"a": a, "b": b}, place.path
@@ -198,6 +201,25 @@ def _alpha(file: GgufFile) -> float:
             f"{path}: metadata {_ALPHA} must be a finite number, got {str(alpha)[:80]}"
         )
     return float(alpha)
+
+
+def _layout(shapes: BaseShapes, layer: int) -> HeadLayout:
+    outputs = {
+        module: out
+        for module, (_, out) in shapes.layer(layer).modules.items()
+        if shapes.has_module(layer, module)
+    }
+    return HeadLayout.of(outputs, shapes.layer(layer).head_dim, shapes.num_key_heads)
+
+
+def _checked(order: list[int], size: int, weight: str) -> list[int]:
+    """Return the order. Raises AdapterMismatchError if a tensor has another size."""
+    if len(order) != size:
+        raise AdapterMismatchError(
+            f"a factor of {weight} has {size} rows or columns; the base model's layer has "
+            f"{len(order)}"
+        )
+    return order
 
 
 def _with_elements(tensor: RawTensor, bits: np.ndarray) -> RawTensor:

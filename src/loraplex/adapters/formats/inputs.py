@@ -12,7 +12,7 @@ from loraplex.adapters.formats import canonical_file, mlx, peft, torch_bin, trtl
 from loraplex.adapters.formats.gguf_lora import GgufLora, read_gguf_lora
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.formats.peft_coverage import target_warnings
-from loraplex.adapters.formats.peft_ends import EndTokens, read_end_tokens
+from loraplex.adapters.formats.peft_ends import EndTokens, read_end_tokens, read_prompts
 from loraplex.adapters.formats.peft_names import is_of_other_tower
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
@@ -25,6 +25,7 @@ from loraplex.adapters.tensor_file import (
 from loraplex.core.byte_sizes import readable_bytes
 from loraplex.core.counts import counted
 from loraplex.core.errors import AdapterTooLargeError, InvalidAdapterError, LoraplexError
+from loraplex.core.vector_format import TextPrompts
 
 FILE_SUFFIX = ".safetensors"
 GGUF_SUFFIX = ".gguf"
@@ -47,6 +48,8 @@ class AdapterInput:
     """Names of the tensors, of those read, that no output depends on."""
     end_tokens = EndTokens()
     """End tokens that its files name."""
+    prompts: TextPrompts | None = None
+    """Prompts that its files have."""
     trained_on: str | None = None
     """Name of the base model that it was trained on, if its files have it."""
 
@@ -73,6 +76,8 @@ class PeftFolder(AdapterInput):
         self._weights = folder / weights
         self.files = (folder / CONFIG_NAME, self._weights)
         self.end_tokens, self._unread = read_end_tokens(folder, limits.max_header_bytes)
+        self.prompts, unread = read_prompts(folder, limits.max_header_bytes)
+        self._unread += unread
 
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
         """Read the tensors by their names in the file."""
@@ -98,8 +103,8 @@ class PeftFolder(AdapterInput):
         warnings = target_warnings(self.config, rows, shapes) + self._unread
         if self.left_out:
             warnings.append(
-                f"{counted(len(self.left_out), 'tensor')} of a part that only images or sound "
-                f"pass through, such as {self.left_out[0]!r}: left out"
+                f"{counted(len(self.left_out), 'tensor')} of a part that no text passes through "
+                f"(of images, sound or draft tokens), such as {self.left_out[0]!r}: left out"
             )
         return warnings
 

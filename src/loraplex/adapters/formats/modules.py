@@ -1,8 +1,9 @@
 """LoRA modules of TensorRT-LLM by number, and the Hugging Face layers that each one contains.
 
-Numbers and names are those of TensorRT-LLM's loraModule.h. For gated MLPs mlp_h_to_4h (5) is
-gate_proj, the activated branch, and mlp_gate (7) is up_proj: all converters write them so, though
-TensorRT-LLM's documentation describes the two the other way round. So it is for experts (13, 15).
+Numbers and names are those of TensorRT-LLM's loraModule.h, from 22 on of its LoraModuleType. For
+gated MLPs mlp_h_to_4h (5) is gate_proj, the activated branch, and mlp_gate (7) is up_proj: all
+converters write them so, though TensorRT-LLM's documentation describes the two the other way round.
+So it is for experts (13, 15).
 
 A layer is called by its last name; those of GPT-2, two of which are c_proj, by attn.c_proj etc.,
 and those of layers with experts by one name for all families (`_EXPERT_PATHS`).
@@ -21,6 +22,12 @@ ROUTER: Final = "router"
 EXPERT_MODULES: Final = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 """Modules of which each expert has its own."""
 _SHARED: Final = "shared_expert."
+_IN: Final = "in_proj"
+_OUT: Final = "out_proj"
+"""Attention's in some families. In a layer with one of `_RECURRENT_INPUTS` it is the mixer's."""
+_RECURRENT_INPUTS: Final = (_IN, "in_proj_qkv", "in_proj_qkvz")
+_CROSS: Final = "cross_attn."
+"""How the names of cross attention's linear layers begin."""
 _DENSE_MLP: Final = (5, 6, 7, 18)
 """Modules of a dense MLP by id."""
 _EXPERT_PATHS: Final[Mapping[str, str]] = MappingProxyType(
@@ -57,7 +64,11 @@ class LoraModule:
 
     def parts_in(self, modules: Container[str]) -> tuple[str, ...]:
         """Return which of a layer's linear layers form the module; empty if one is missing."""
-        whole = next((name for name in self.wholes if name in modules), None)
+        if self.parts == (_OUT,) and _IN not in modules:
+            return ()
+        is_recurrent = any(name in modules for name in _RECURRENT_INPUTS)
+        wholes = (name for name in self.wholes if not (is_recurrent and name == _OUT))
+        whole = next((name for name in wholes if name in modules), None)
         if whole is not None:
             return (whole,)
         for parts in (self.parts, self.shared_parts):
@@ -76,11 +87,11 @@ def _modules() -> tuple[LoraModule, ...]:
         ("mlp_h_to_4h", ("gate_proj",)),
         ("mlp_4h_to_h", ("down_proj",)),
         ("mlp_gate", ("up_proj",)),
-        ("cross_attn_qkv", ()),
-        ("cross_attn_q", ()),
-        ("cross_attn_k", ()),
-        ("cross_attn_v", ()),
-        ("cross_attn_dense", ()),
+        ("cross_attn_qkv", tuple(f"{_CROSS}{name}_proj" for name in "qkv")),
+        ("cross_attn_q", (f"{_CROSS}q_proj",)),
+        ("cross_attn_k", (f"{_CROSS}k_proj",)),
+        ("cross_attn_v", (f"{_CROSS}v_proj",)),
+        ("cross_attn_dense", (f"{_CROSS}o_proj",)),
         ("moe_h_to_4h", ("experts.gate_proj",)),
         ("moe_4h_to_h", ("experts.down_proj",)),
         ("moe_gate", ("experts.up_proj",)),
@@ -91,13 +102,18 @@ def _modules() -> tuple[LoraModule, ...]:
         ("shared_expert_h_to_4h", ("shared_expert.gate_proj",)),
         ("shared_expert_4h_to_h", ("shared_expert.down_proj",)),
         ("shared_expert_gate", ("shared_expert.up_proj",)),
+        ("mamba_in_proj", (_IN,)),
+        ("mamba_out_proj", (_OUT,)),
+        ("moe_latent_fc1", ("fc1_latent_proj",)),
+        ("moe_latent_fc2", ("fc2_latent_proj",)),
     ]
     wholes = {
         "attn_qkv": ("attn.c_attn",),
-        "attn_dense": ("attn.c_proj", "dense", "out_proj", "wo"),
+        "attn_dense": ("attn.c_proj", "dense", _OUT, "wo"),
         "mlp_h_to_4h": ("mlp.c_fc", "c_fc", "fc1", "fc_in", "dense_h_to_4h", "w1"),
         "mlp_4h_to_h": ("mlp.c_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2"),
         "mlp_gate": ("w3",),
+        "cross_attn_dense": (f"{_CROSS}{_OUT}",),
     }
     return tuple(
         LoraModule(index, name, parts, wholes.get(name, ()))
@@ -114,8 +130,12 @@ _FUSED: Final = {
     "gate_up_proj": "mlp_gate_up",
 }
 """Fused layers whose outputs lie in the order of the module's parts, or with two halves swapped."""
-_ATTENTION_PARENTS: Final = ("self_attn", "self_attention", "attention", "attn")
-_MLP_PARENTS: Final = ("mlp", "feed_forward")
+_ATTENTION_PARENTS: Final = (
+    *("self_attn", "self_attention", "attention", "attn", "mixer"),
+    *("SelfAttention", "encoder_attn", "EncDecAttention"),
+)
+_MLP_PARENTS: Final = ("mlp", "feed_forward", "mixer", "DenseReluDense")
+_RECURRENT_PARENTS: Final = ("mamba", "mixer", "conv")
 
 
 def _holders() -> Mapping[str, LoraModule]:
@@ -125,6 +145,7 @@ def _holders() -> Mapping[str, LoraModule]:
     for module in LORA_MODULES:
         single = module.parts if len(module.parts) == 1 else ()
         holders |= dict.fromkeys((*single, *module.wholes), module)
+    holders[_OUT] = by_name["attn_dense"]
     return MappingProxyType(holders)
 
 
@@ -141,6 +162,9 @@ def module_of(parent: str, hf_module: str) -> LoraModule | None:
 
     parent: the last part of the path before the layer's name; a number for OPT's fc1 and fc2.
     """
+    if hf_module in (_IN, _OUT) and parent in _RECURRENT_PARENTS:
+        name = "mamba_in_proj" if hf_module == _IN else "mamba_out_proj"
+        return next(module for module in LORA_MODULES if module.name == name)
     module = _HOLDERS.get(hf_module)
     if module is None or "." in hf_module or hf_module in _EXPERT_PATHS:
         return module  # a name of one layer only

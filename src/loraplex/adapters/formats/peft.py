@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind, sort_rows
+from loraplex.adapters.formats.modules import EXPERT_MODULES
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
 from loraplex.adapters.formats.peft_experts import stacked_rows
-from loraplex.adapters.formats.peft_names import PeftSlot, TensorName, parse_name
+from loraplex.adapters.formats.peft_names import CLASSIFIERS, PeftSlot, TensorName, parse_name
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import FLOAT_TYPES, RawTensor
 from loraplex.core.adapter import EMBEDDING, LM_HEAD
@@ -225,6 +226,10 @@ WEIGHTS_NAMES = (WEIGHTS_NAME, TORCH_WEIGHTS_NAME)
 # The missing feature of a tensor that no row can represent, by a fragment of its name.
 _FOREIGN = {
     **dict.fromkeys(
+        (".conv1d.", ".conv.conv."),
+        "LoRA of a convolution over positions (train with exclude_modules: conv1d, conv.conv)",
+    ),
+    **dict.fromkeys(
         (".project_in.", ".project_out."),
         "LoRA of a projection between the embedding and the layers (train with exclude_modules: "
         "project_in, project_out)",
@@ -279,6 +284,7 @@ def module_rows(
         raise foreign_error(foreign[0], foreign[1:])
     for name, tensor in tensors.items():
         _check_tensor(name, tensor)
+    named, stacked = (_without_gate(found, tensors, shapes) for found in (named, stacked))
     modules: _Modules = {}
     for name, parsed in named.items():
         place = (parsed.layer, parsed.module, parsed.expert)
@@ -296,6 +302,24 @@ def module_rows(
     )
     _check_once(rows)
     return tuple(row for row in rows if row.expert is None or not _is_silent(row))
+
+
+def _without_gate(
+    named: dict[str, TensorName], tensors: Mapping[str, RawTensor], shapes: BaseShapes
+) -> dict[str, TensorName]:
+    """Read Tinker's names of experts that have no gate: w1 is up_proj, and w3 has no numbers."""
+    gate, up, _ = EXPERT_MODULES
+    empty = [
+        name for name, place in named.items() if place.module == up and 0 in tensors[name].shape
+    ]
+    if not empty or gate in shapes.num_experts:
+        return named
+    layers = {named[name].layer for name in empty}
+    return {
+        name: place._replace(module=up) if place.layer in layers and place.module == gate else place
+        for name, place in named.items()
+        if name not in empty
+    }
 
 
 def _without_shared_factors(
@@ -343,7 +367,8 @@ def _check_complete(config: PeftConfig, rows: Sequence[CanonicalRow]) -> None:
     """Refuse an adapter without tensors that its config requires: PEFT cannot load it either."""
     saved = [row.origin for row in rows if row.kind is RowKind.FULL]
     for name in config.modules_to_save:
-        if not any(path.endswith(name) for path in saved):
+        # PEFT names both heads of every adapter of a classifier; one of them, or none, is there.
+        if name not in CLASSIFIERS and not any(path.endswith(name) for path in saved):
             raise InvalidAdapterError(
                 f"{CONFIG_NAME} names {name!r} in modules_to_save, but there is no tensor of it"
             )

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig
+from loraplex.adapters.formats.peft_names import CLASSIFIERS
 from loraplex.adapters.shapes import BaseShapes, other_layout
+from loraplex.core.adapter import SCORE
 from loraplex.core.byte_sizes import readable_bytes
 
 _MAX_SHOWN = 20
@@ -24,6 +26,12 @@ def target_warnings(
     if config.target_modules is None and not config.target_parameters:
         warnings.append(
             f"{CONFIG_NAME} has no target_modules: the modules of the tensors are applied"
+        )
+    heads = [name for name in config.modules_to_save if name in CLASSIFIERS]
+    if heads and not any(row.module == SCORE for row in rows):
+        warnings.append(
+            f"modules_to_save names {' and '.join(heads)}, but there is no tensor of a "
+            "classification head: the adapter classifies with the base model's, if that has one"
         )
     missing = _missing_modules(config, lora)
     if missing:
@@ -158,7 +166,8 @@ def _has_parameter(name: str, rows: Iterable[CanonicalRow]) -> bool:
 
 def _paths(name: str) -> tuple[str, ...]:
     """Return paths of modules that an entry of target_modules may mean, to test patterns."""
-    return (name, *(f"model.layers.0.{parent}.{name}" for parent in ("self_attn", "mlp")))
+    parents = ("self_attn", "mlp", "linear_attn", "mamba", "mixer", "conv")
+    return (name, *(f"model.layers.0.{parent}.{name}" for parent in parents))
 
 
 def _matches(paths: Iterable[str], name: str) -> bool:

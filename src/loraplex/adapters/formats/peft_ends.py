@@ -1,7 +1,8 @@
-"""End tokens that a PEFT folder names next to its weights.
+"""End tokens and prompts that a PEFT folder names next to its weights.
 
 A trainer saves the tokenizer with the adapter, and may have given it another end token than the
-base has: a chat adapter of a base model ends its turns with <|im_end|>.
+base has: a chat adapter of a base model ends its turns with <|im_end|>. sentence-transformers saves
+the prompts of texts with the adapter.
 """
 
 from pathlib import Path
@@ -11,12 +12,17 @@ import msgspec
 
 from loraplex.adapters.tensor_file import read_bounded
 from loraplex.core.errors import InvalidAdapterError, LoraplexError
+from loraplex.core.vector_format import PROMPTS_FILE, TextPrompts
 
 _TOKENIZER: Final = "tokenizer_config.json"
 _GENERATION: Final = "generation_config.json"
-END_FILES: Final = (_TOKENIZER, _GENERATION)
+END_FILES: Final = (_TOKENIZER, _GENERATION, PROMPTS_FILE)
+"""Files that change what a request with the adapter is, but not the adapter."""
 _MAX_CHARACTERS: Final = 200
 _MAX_IDS: Final = 64
+_MAX_PROMPTS: Final = 64
+_MAX_PROMPT: Final = 10_000
+"""Characters."""
 
 
 class EndTokens(msgspec.Struct, frozen=True):
@@ -49,6 +55,32 @@ def read_end_tokens(folder: Path, max_bytes: int) -> tuple[EndTokens, list[str]]
         warnings.append(f"{_GENERATION}: eos_token_id is no list of at most {_MAX_IDS} token ids")
         numbers = []
     return EndTokens(tuple(texts), tuple(numbers)), warnings
+
+
+def read_prompts(folder: Path, max_bytes: int) -> tuple[TextPrompts | None, list[str]]:
+    """Return the prompts of a folder, and a warning about a file that cannot be read."""
+    if not (folder / PROMPTS_FILE).exists():
+        return None, []
+    left_out = f"{PROMPTS_FILE} is left out, so the base model's prompts are used"
+    try:
+        values = _values(folder / PROMPTS_FILE, max_bytes)
+    except LoraplexError as error:
+        return None, [f"{left_out}: {error.message}"]
+    texts, default = values.get("prompts") or {}, values.get("default_prompt_name") or ""
+    is_read = (
+        isinstance(texts, dict)
+        and len(texts) <= _MAX_PROMPTS
+        and all(isinstance(text, str) and len(text) <= _MAX_PROMPT for text in texts.values())
+        and all(len(name) <= _MAX_CHARACTERS for name in texts)
+    )
+    if not is_read:
+        return None, [
+            f"{left_out}: prompts is no object of at most {_MAX_PROMPTS} texts of at most "
+            f"{_MAX_PROMPT} characters"
+        ]
+    if default not in ("", *texts):
+        return None, [f"{left_out}: default_prompt_name is none of its prompts: {default!r}"]
+    return TextPrompts(texts, default), []
 
 
 def _values(path: Path, max_bytes: int) -> dict[str, Any]:

@@ -245,17 +245,26 @@ def _check_stack(stack: _Stack, outer: set[int], config: PeftConfig, shapes: Bas
             "experts.lora_A and experts.lora_B"
         )
     own = shapes.layer(stack.layer).num_experts
-    if any(part not in own for parts in _PARTS.values() for part in parts):
-        raise AdapterMismatchError(f"{stack.what} are of experts; the base model has none")
+    both = _parameters(stack.layer, shapes)
+    named = (*both, *(() if stack.is_wrapped else (stack.module.rpartition(".")[2],)))
+    if any(part not in own for one in named for part in _PARTS[one]):
+        missing = "it, or its experts have no gate" if own else "none"
+        raise AdapterMismatchError(f"{stack.what} are of experts; the base model has {missing}")
+
+
+def _parameters(layer: int, shapes: BaseShapes) -> tuple[str, str]:
+    """Return the parameters of all experts: what they read from, and what they write by."""
+    has_gate = _PARTS["gate_proj"][0] in shapes.layer(layer).num_experts
+    return "gate_up_proj" if has_gate else "up_proj", "down_proj"
 
 
 def _projection(stack: _Stack, has_inner: bool, config: PeftConfig, shapes: BaseShapes) -> str:
     """Return which of _PARTS the tensors are of."""
     if not stack.is_wrapped:
         return stack.module.rpartition(".")[2]
+    both = _parameters(stack.layer, shapes)
     if has_inner:
-        return "gate_up_proj" if stack.module == INNER_STACK else "down_proj"
-    both = ("gate_up_proj", "down_proj")
+        return both[0] if stack.module == INNER_STACK else both[1]
     targeted = [one for one in both if config.targets_parameter(stack.parameter(one))]
     if len(targeted) == 2:
         raise InvalidAdapterError(

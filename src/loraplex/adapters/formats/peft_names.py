@@ -10,7 +10,7 @@ import enum
 import re
 from typing import NamedTuple
 
-from loraplex.core.adapter import EMBEDDING, LM_HEAD
+from loraplex.core.adapter import EMBEDDING, LM_HEAD, SCORE
 from loraplex.core.module_names import without_wrappers
 
 
@@ -40,7 +40,8 @@ class TensorName(NamedTuple):
     module: str
     """Last part of the path; with its parent for GPT-2, which has two layers called c_proj.
 
-    embed_tokens, lm_head and the parts of layers with experts whatever the family calls them.
+    embed_tokens, lm_head, score and the parts of layers with experts whatever the family calls
+    them.
     """
     expert: int | None
     slot: PeftSlot
@@ -58,10 +59,15 @@ NORMS = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 _ROOTS = (
     *("", "model.", "model.model.", "transformer.", "gpt_neox.", "decoder.", "model.decoder."),
     *("language_model.", "language_model.model.", "model.language_model."),
-    "model.language_model.model.",
+    *("model.language_model.model.", "backbone.", "model.backbone."),
 )
 """Paths from the class that was trained to the decoder: of causal LMs and multimodal wrappers."""
-_PARENTS = ("self_attn", "self_attention", "attention", "attn", "mlp", "feed_forward")
+_PARENTS = (
+    *("self_attn", "self_attention", "attention", "attn", "mlp", "feed_forward"),
+    *("linear_attn", "mamba", "mixer", "conv"),
+)
+_CONVOLUTIONS = ("conv1d", "conv")
+"""Convolutions of layers, whose LoRA is not served."""
 _EXPERT_MODULES = {
     **{name: f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj")},
     "w1": "experts.gate_proj",
@@ -99,18 +105,49 @@ _BESIDE_EXPERTS = {
     },
 }
 """Canonical names of the other modules of a layer with experts, by all that files have."""
-_EMBEDDINGS = (EMBEDDING, "wte", "word_embeddings", "embed_in", "tok_embeddings")
+_EMBEDDINGS = (
+    EMBEDDING,
+    "wte",
+    "word_embeddings",
+    "embed_in",
+    "tok_embeddings",
+    "embeddings",
+    "shared",
+)
 _HEADS = (LM_HEAD, "embed_out", "output")
+CLASSIFIERS = ("classifier", SCORE)
+"""Names of classification heads, both of which PEFT puts into modules_to_save."""
 _OTHER_TOWERS = re.compile(
-    r".*?\b(?:visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\..*"
+    r".*?\b(?:visual|vision_tower|vision_model|multi_modal_projector|audio_tower"
+    r"|embed_vision|embed_audio|mtp)\..*"
 )
 
 _PLAIN_PATH = re.compile(
     r"(?:model\.){0,2}layers\.|(?:transformer\.)?h\.\d+\.(?:attn|mlp)\.c_|\w+$|$"
 )
 
+_STACK_PARENTS = {
+    "SelfAttention": "",
+    "self_attn": "",
+    "EncDecAttention": "cross_attn.",
+    "encoder_attn": "cross_attn.",
+    "DenseReluDense": "",
+}
+"""How modules of encoder-decoder models begin in canonical adapters, by their parents in files."""
+_STACK_MODULES = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "o_proj",
+    "wi": "fc1",
+    "wi_0": "gate_proj",
+    "wi_1": "up_proj",
+    "wo": "down_proj",
+}
+"""Canonical names of T5's linear layers; the other families' are the last names in files."""
+
 _OF_EXPERTS = (
-    r"(?:(?:mlp|block_sparse_moe|feed_forward)\.)?(?:"
+    r"(?:(?:mlp|block_sparse_moe|feed_forward|mixer)\.)?(?:"
     rf"experts\.(?P<expert>\d{{1,6}})\.(?P<of_expert>{'|'.join(_EXPERT_MODULES)})"
     rf"|(?P<stack>{'|'.join(map(re.escape, _STACKS))})"
     rf"|(?P<beside>{'|'.join(map(re.escape, _BESIDE_EXPERTS))}))"
@@ -120,12 +157,23 @@ _PATH = (
     r"(?P<path>"
     r"(?:transformer\.)?h\.(?P<block>\d{1,6})\."
     r"(?P<whole>attn\.(?:c_attn|c_proj)|mlp\.(?:c_fc|c_proj))"
+    r"|(?P<t5>encoder|decoder)\.block\.(?P<t5_layer>\d{1,6})\.layer\.\d\."
+    rf"(?:(?P<t5_parent>{'|'.join(_STACK_PARENTS)})\.)?(?P<t5_module>\w+)"
+    r"|(?:model\.)?(?P<bart>encoder)\.layers\.(?P<bart_layer>\d{1,6})\."
+    rf"(?:(?P<bart_parent>{'|'.join(_STACK_PARENTS)})\.)?(?P<bart_module>\w+)"
+    r"|(?:model\.)?(?P<cross>decoder)\.layers\.(?P<cross_layer>\d{1,6})\."
+    r"(?P<cross_parent>encoder_attn)\.(?P<cross_module>\w+)"
     rf"|{_ROOT}(?:layers|h)\.(?P<layer>\d{{1,6}})\."
-    rf"(?:{_OF_EXPERTS}|(?:(?:{'|'.join(_PARENTS)})\.)?(?P<inner>(?!lora_)\w+))"
+    rf"(?:{_OF_EXPERTS}|(?:(?:{'|'.join(_PARENTS)})\.)?"
+    rf"(?P<inner>(?!lora_|(?:{'|'.join(_CONVOLUTIONS)})\.)\w+))"
     rf"|{_ROOT}(?:(?P<embedding>{'|'.join(_EMBEDDINGS)})|(?P<top>{FINAL_NORM}))"
-    rf"|(?:language_model\.)?(?P<head>{'|'.join(_HEADS)}))"
+    rf"|(?:language_model\.)?(?P<head>{'|'.join(_HEADS)})"
+    rf"|(?P<classifier>{'|'.join(CLASSIFIERS)}))"
 )
 _MODULES = ("inner", "whole", "top")
+_STACKED = ("t5", "bart", "cross")
+"""Groups of encoder-decoder models: the stack; with a suffix its layer, parent and module."""
+_LAYERS = ("layer", "block", *(f"{kind}_layer" for kind in _STACKED))
 _ADAPTER = r"(?:\.[^.\s]+)?"
 _SLOTS = {
     PeftSlot.A: rf"(?:lora_A{_ADAPTER}\.weight|lora_embedding_A{_ADAPTER})",
@@ -155,7 +203,7 @@ def parse_name(name: str) -> TensorName | None:
     is_embedding_slot = "lora_embedding_" in name
     if is_embedding_slot != (module == EMBEDDING and slot in (PeftSlot.A, PeftSlot.B)):
         return None
-    layer = match["layer"] or match["block"]
+    layer = next((match[name] for name in _LAYERS if match[name]), None)
     expert = match["expert"]
     return TensorName(
         match["path"],
@@ -169,13 +217,24 @@ def parse_name(name: str) -> TensorName | None:
 def _module(match: re.Match[str]) -> str:
     if match["embedding"] or match["head"]:
         return EMBEDDING if match["embedding"] else LM_HEAD
+    if match["classifier"]:
+        return SCORE
     if match["of_expert"]:
         return _EXPERT_MODULES[match["of_expert"]]
     if match["stack"]:
         return _STACKS[match["stack"]]
     if match["beside"]:
         return _BESIDE_EXPERTS[match["beside"]]
+    for kind in _STACKED:
+        if match[kind]:
+            return _of_stack(match[kind], match[f"{kind}_parent"] or "", match[f"{kind}_module"])
     return next(match[part] for part in _MODULES if match[part])
+
+
+def _of_stack(stack: str, parent: str, module: str) -> str:
+    """Return the canonical name of a module of an encoder or a decoder."""
+    prefix = "encoder." if stack == "encoder" else ""
+    return prefix + _STACK_PARENTS.get(parent, "") + _STACK_MODULES.get(module, module)
 
 
 def is_of_other_root(path: str) -> bool:
@@ -184,11 +243,11 @@ def is_of_other_root(path: str) -> bool:
 
 
 def is_of_other_tower(name: str) -> bool:
-    """Whether a tensor is of a part that only images or sound pass through."""
+    """Whether a tensor is of a part for images, sound or draft tokens alone."""
     return _OTHER_TOWERS.fullmatch(name) is not None
 
 
 def parameter_path(module_path: str) -> str:
     """Return the name of a module in a Hugging Face checkpoint, such as model.norm."""
     bare = re.sub(r"^(?:model\.)*", "", module_path)
-    return bare if bare == LM_HEAD else f"model.{bare}"
+    return bare if bare in (LM_HEAD, SCORE) else f"model.{bare}"

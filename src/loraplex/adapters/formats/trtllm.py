@@ -305,11 +305,12 @@ def _parts(
     module: LoraModule, layer: int, shapes: BaseShapes, where: str
 ) -> tuple[tuple[str, ...], int, tuple[int, ...]]:
     """Return the layers that form the module, their in_features, and each one's out_features."""
-    modules = _enabled_modules(layer, shapes)
-    parts = module.parts_in(modules)
-    inputs = {modules[part][0] for part in parts}
-    if len(inputs) != 1:
-        enabled = ", ".join(other.name for other in LORA_MODULES if other.parts_in(modules))
+    everything, modules = _layer_modules(layer, shapes), _enabled_modules(layer, shapes)
+    parts = module.parts_in(everything)
+    inputs = {modules[part][0] for part in parts if part in modules}
+    if len(inputs) != 1 or not modules.keys() >= set(parts):
+        held = ((other.name, other.parts_in(everything)) for other in LORA_MODULES)
+        enabled = ", ".join(name for name, own in held if own and modules.keys() >= set(own))
         raise AdapterMismatchError(
             f"lora module {module.name} not enabled for this model: {where}; this layer of the "
             f"base model can be adapted in {enabled or NO_MODULE}"
@@ -335,13 +336,11 @@ def _as_stored(module: LoraModule, layer: int, shapes: BaseShapes) -> LoraModule
     return both if is_fused and module.name == "mlp_h_to_4h" else module
 
 
-def _enabled_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int]]:
-    """Return (in_features, out_features) of what may be adapted; a fused layer's parts, too."""
+def _layer_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int]]:
+    """Return (in_features, out_features) of a layer's modules; a fused layer's parts, too."""
     own = shapes.layer(layer)
     modules = {
-        name: features
-        for name, features in own.modules.items()
-        if shapes.has_module(layer, name) and shapes.enables(name)
+        name: features for name, features in own.modules.items() if shapes.has_module(layer, name)
     }
     parts = {
         part: (modules[fused][0], size)
@@ -350,6 +349,16 @@ def _enabled_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int
         for part, size in sizes.items()
     }
     return parts | modules
+
+
+def _enabled_modules(layer: int, shapes: BaseShapes) -> dict[str, tuple[int, int]]:
+    """Return those of a layer's modules that may be adapted."""
+    fused = {part: whole for whole, parts in shapes.layer(layer).fused.items() for part in parts}
+    return {
+        name: features
+        for name, features in _layer_modules(layer, shapes).items()
+        if shapes.enables(name if shapes.has_module(layer, name) else fused[name])
+    }
 
 
 def _rows_of(entry: _ConfigRow, bits: Bits, dtype: str) -> Iterator[CanonicalRow]:

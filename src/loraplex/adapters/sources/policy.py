@@ -31,6 +31,7 @@ ANY_HOST = "*"
 _HOST = re.compile(
     rf"\*|(\*\.)?[A-Za-z0-9_.-]+|[0-9A-Fa-f:]+|({'|'.join(OBJECT_SCHEMES)})://[A-Za-z0-9._-]+"
 )
+_PRIVATE = "the operator allows it with --allow-private-addresses (allow_private_addresses)"
 _PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
 """Names that are never public: RFC 6761, 6762, 8375, and ICANN's reservation of `internal`."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
@@ -70,22 +71,23 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
 
         `path` has no links left.
         """
+        if problem := self.problem_of(path, text):
+            raise PermissionDeniedError(problem, param="path")
+
+    def problem_of(self, path: Path, text: str) -> str:
+        """Return why clients may not read a path; empty: they may. `path` has no links left."""
         if self.closed_folder and path.is_relative_to(Path(self.closed_folder).resolve()):
             # The canonical adapter files of all tenants are there.
-            raise PermissionDeniedError(
-                f"{text} is in the server's state directory, from which no adapter is loaded",
-                param="path",
-            )
+            return f"{text} is in the server's state directory, from which no adapter is loaded"
         # A root that leads nowhere, such as a link to itself, must not close the others.
         if self.roots is None or any(
             path.is_relative_to(os.path.realpath(os.path.expanduser(root))) for root in self.roots
         ):
-            return
-        raise PermissionDeniedError(
+            return ""
+        return (
             f"{text} is outside the folders that adapters may be loaded from "
-            f"({', '.join(self.roots) or 'there are none'}); the operator adds folders with "
-            "allowed_adapter_roots",
-            param="path",
+            f"({', '.join(self.roots) or 'there are none'}); the operator adds a folder with "
+            '--allowed-adapter-roots FOLDER, or allowed_adapter_roots = ["FOLDER"] below [server]'
         )
 
     def check_host(self, host: str) -> None:
@@ -105,7 +107,7 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
         for ip in _meant(ipaddress.ip_address(address.partition("%")[0])):
             never = ip.is_link_local or ip.is_multicast or ip.is_unspecified
             if never or not (ip.is_global or self.allow_private_addresses):
-                hint = "" if never else "; allow_private_addresses allows it"
+                hint = "" if never else f"; {_PRIVATE}"
                 raise PermissionDeniedError(
                     f"{host} is at {address}, which is not a public address{hint}", param="path"
                 )
@@ -137,7 +139,7 @@ class SourcePolicy(msgspec.Struct, frozen=True, kw_only=True):
         is_private = "." not in name or name.endswith(_PRIVATE_SUFFIXES)
         if is_private and not self.allow_private_addresses:
             raise PermissionDeniedError(
-                f"{host} is not the name of a public host; allow_private_addresses allows it",
+                f"{host} is not the name of a public host; {_PRIVATE}",
                 param="path",
             )
 

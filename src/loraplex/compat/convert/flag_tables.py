@@ -102,7 +102,7 @@ _LIMITS = (
     here("max_beam_width", _WHOLE, "beams of a beam search [1]"),
     here("max_num_tokens", _WHOLE, "tokens in one step [8192]"),
     ignored("opt_num_tokens", _WHOLE, _TENSORRT),
-    ignored("max_encoder_input_len", _WHOLE, "encoder-decoder models are not served"),
+    ignored("max_encoder_input_len", _WHOLE, "the model and one step limit an encoder's input"),
     ignored(
         *("max_prompt_embedding_table_size", _WHOLE, "prompt tuning is not served"),
         "max_multimodal_len",

@@ -27,7 +27,7 @@ class AdapterCutter:
         self._spec = spec
         self._outputs: dict[tuple[int, str], Sequence[OutputSpan]] = {}
         self._inputs: dict[tuple[int, str], OutputSpan] = {}
-        for layer, parts in enumerate(spec.all_layers.layers):
+        for layer, parts in enumerate(spec.all_layers.adapted_layers):
             for group in parts.linears.values():
                 if group.part is None:
                     continue
@@ -64,7 +64,7 @@ class AdapterCutter:
     def _targets_here(self, target: LoraTarget) -> Sequence[LoraTarget]:
         """Return the target as the stage numbers it; nothing if it belongs to another stage."""
         spec = self._spec
-        num_layers = spec.all_layers.num_layers
+        num_layers = len(spec.all_layers.adapted_layers)
         if target.layer >= num_layers:
             raise AdapterMismatchError(
                 f"the adapter targets layer {target.layer}; the model has {num_layers} layers"

@@ -12,7 +12,7 @@ import torch
 from loraplex.core.plan import NO_BLOCK, CacheGroupCapacity, RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
-from loraplex.execution.steps.input_batch import InputBatch
+from loraplex.execution.steps.input_batch import InputBatch, states_of
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.tensors import HostTensors
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
@@ -77,11 +77,7 @@ class _Layer:
         num_blocks = -(-max_len // _BLOCK_SIZE)
         groups = cache_groups(spec, max_len)
         self._policies = [cache_policy(group.spec, _BLOCK_SIZE) for group in groups]
-        states = {
-            group: policy.block_size
-            for group, policy in enumerate(self._policies)
-            if policy.is_sparse
-        }
+        states = states_of([group.spec for group in groups])
         self._batch = InputBatch(1, max_len, _BLOCK_SIZE, len(groups), states=states)
         self._tensors = HostTensors(torch.device("cpu"))
         self._storages = KVCache(

@@ -91,7 +91,7 @@ def quantize_folder(
         report = job.run(inputs)
         for file in text_files(source):
             target = folder / file.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, target)
         values = dict(model_fields(source).values_and_nulls)
         values["quantization_config"] = job.description()
@@ -197,11 +197,13 @@ class _Job:
         if not name.endswith(".weight") or tensor.dim() < 2:
             return
         names = self._spec.names
-        if full_name is None:
+        roots = (names.root, *names.other_roots, "")
+        is_of_layer = name.startswith(tuple(f"{root}{names.layers}." for root in roots))
+        if full_name is None and not is_of_layer:
             # Parts of a wrapper have other prefixes in other programs.
             self._ignored[f"re:.*{name.removeprefix('model.').split('.')[0]}\\..*"] = None
         elif full_name not in (f"{names.root}{names.embedding}.weight",):
-            self._ignored[full_name.removesuffix(".weight")] = None
+            self._ignored[(full_name or name).removesuffix(".weight")] = None
 
     def _quantize(
         self,

@@ -61,8 +61,18 @@ class MemorySize:
 
 
 def choose_dtype(settings: RunnerSettings, spec: ModelSpec) -> torch.dtype:
-    """Return the model's type; float32 for a checkpoint that does not name one."""
-    return _DTYPES[spec.dtype or "float32" if settings.dtype == "auto" else settings.dtype]
+    """Return the model's type; float32 for a checkpoint that does not name one.
+
+    Raises ConfigError for float16 where the model's sums exceed its range.
+    """
+    name = spec.dtype or "float32" if settings.dtype == "auto" else settings.dtype
+    if name == "float16" and spec.exceeds_float16:
+        raise ConfigError(
+            f"dtype float16 is not supported in {spec.architecture}, whose sums exceed its range: "
+            "use bfloat16 or float32",
+            param="dtype",
+        )
+    return _DTYPES[name]
 
 
 def choose_kv_dtype(settings: RunnerSettings, dtype: torch.dtype) -> torch.dtype:
@@ -279,7 +289,9 @@ def _entry_bytes(settings: RunnerSettings, spec: ModelSpec) -> int:
     one: that many adapters of one page may be there."""
     head = head_of(spec)
     num_cells = sum(
-        layer.num_experts.get(module, 1) for layer in spec.layers for module in layer.module_shapes
+        layer.num_experts.get(module, 1)
+        for layer in spec.adapted_layers
+        for module in layer.module_shapes
     )
     on_host = torch.device(settings.device).type == "cpu"
     return (num_cells + len(head)) * (CELL_BYTES if on_host else DEVICE_CELL_BYTES)

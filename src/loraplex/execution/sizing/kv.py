@@ -14,7 +14,7 @@ import math
 import torch
 
 from loraplex.core.byte_sizes import enough_bytes, readable_bytes
-from loraplex.core.cache import Blocks, States
+from loraplex.core.cache import Blocks, CachedVectors, States
 from loraplex.core.errors import ConfigError
 from loraplex.core.plan import CacheGroupCapacity
 from loraplex.execution.sizing.settings import RunnerSettings
@@ -93,6 +93,11 @@ def size_kv(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtype) -> KV
         max_model_len = num_blocks * settings.block_size
 
 
+def _is_of_latent(group: LayerGroup) -> bool:
+    """Whether it keeps vectors that are no pair of keys and values."""
+    return len(group.storage) == 1 and isinstance(group.storage[0], CachedVectors)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _GroupNeeds:
     """The cache groups, and what max_num_seqs sequences of max_model_len need of them."""
@@ -125,6 +130,11 @@ class _GroupNeeds:
                     f"{settings.block_size}",
                     param="block_size",
                 )
+        if dtype is torch.int8 and any(map(_is_of_latent, groups)):
+            raise ConfigError(
+                "kv_dtype int8 is not supported for latent attention: its cache is small already",
+                param="kv_dtype",
+            )
         policies = [cache_policy(group.spec, settings.block_size) for group in groups]
         longest_input = longest_encoder_input(settings, spec)
         held = tuple(
@@ -277,7 +287,8 @@ def wanted_model_len(settings: RunnerSettings, spec: ModelSpec) -> int:
     wanted = settings.max_model_len or longest
     if wanted > longest:
         raise ConfigError(
-            f"max_model_len {wanted} is more than the {longest} positions that the model has",
+            f"max_model_len {wanted} is more than the {longest} positions that the model has"
+            + (f": {spec.length_reason}" if spec.length_reason else ""),
             param="max_model_len",
         )
     return wanted
@@ -325,4 +336,5 @@ def _num_host_blocks(settings: RunnerSettings, needs: _GroupNeeds) -> int:
             f"at least {enough_bytes(per_block)}, or 0 for none",
             param="kv_cache_host_memory_bytes",
         )
-    return needs.largest(num_bytes)
+    # A stage without caches could hold any number of blocks in no bytes.
+    return needs.largest(num_bytes) if num_bytes else 0

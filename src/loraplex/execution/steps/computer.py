@@ -34,6 +34,7 @@ from loraplex.execution.steps.text_inputs import TextInputs
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.lora import LoraBatch
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.decoder import Decoder
 
 
 class StepWatch:
@@ -65,6 +66,29 @@ class StepWatch:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DecoderStates:
+    """Implements StepStates."""
+
+    decoder: Decoder
+    batch: ForwardBatch
+    x: torch.Tensor
+    """Hidden states [T, hidden] of all tokens."""
+
+    def rows(self, tokens: range) -> torch.Tensor:
+        return self.decoder.read_rows(self.x, self._indices(tokens))
+
+    def scores(self, tokens: Sequence[int]) -> Sequence[torch.Tensor]:
+        return self.decoder.scores(self.x, self._indices(tokens), self.batch)
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        batch = dataclasses.replace(self.batch, logits_indices=self._indices(tokens))
+        return self.decoder.logits(self.x, batch)
+
+    def _indices(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(tokens, device=self.x.device)
+
+
 _BAR_DELAY_SECONDS = 3.0
 """Recording that takes longer shows a progress bar."""
 
@@ -92,7 +116,7 @@ class StepComputer:
         self._hidden: torch.Tensor | None = None
         """Place of what the stage before computed, for recorded steps."""
         self.accelerator: Accelerator = parts.accelerator or HostAccelerator()
-        self._pooler = Pooler(self.accelerator)
+        self._pooler = Pooler(self.accelerator, parts.vector_layers)
         self._feed: TokenFeed | None = None
         self._tensors: StepTensors = HostTensors(parts.device)
         if parts.accelerator is not None:
@@ -176,11 +200,11 @@ class StepComputer:
             logits = decoder.forward(batch, storages, hidden)
             # A view costs more than it seems: the weights have just filled the caches.
             return (logits if logits.shape[0] == num_logits else logits[:num_logits]), None
-        states = decoder.hidden_states(batch, storages, hidden)
-        ends = [inputs.query_start_loc[row + 1] - 1 for row in pooled]
-        x = decoder.read_rows(states, torch.tensor(ends, device=self._device))
-        vectors = self._pooler.launch(x, [steps[row] for row in pooled])
-        return decoder.logits(states, batch)[:num_logits], vectors
+        x = decoder.hidden_states(batch, storages, hidden)
+        ends = inputs.query_start_loc
+        rows = [(steps[row], ends[row], ends[row + 1]) for row in pooled]
+        vectors = self._pooler.launch(DecoderStates(decoder, batch, x), rows)
+        return decoder.logits(x, batch)[:num_logits], vectors
 
     def _launch(
         self, output: torch.Tensor, steps: Sequence[RowStep], vectors: PendingVectors | None

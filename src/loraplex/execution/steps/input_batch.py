@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loraplex.core.adapter import AdapterHandle
-from loraplex.core.cache import Cross, States
+from loraplex.core.cache import Blocks, CacheSpec, Cross, States
 from loraplex.core.image import ImageSpan, images_in
 from loraplex.core.plan import (
     NO_BLOCK,
@@ -124,7 +124,7 @@ class StepInputs:
     rotated_spans: tuple[RotatedSpan, ...] = ()
     encoded_spans: tuple[EncodedSpan, ...] = ()
     state_rows: StateIndices | None = None
-    """None: no cache group keeps states."""
+    """None: no cache group is read by whole rows."""
     encoder_lengths: EncoderLengths | None = None
     """None: no cache group has an encoder's positions."""
     num_padding: int = 0
@@ -205,12 +205,13 @@ class StepInputs:
 
 def no_rows(
     num_cache_groups: int,
-    states: Collection[CacheGroupId] = (),
+    states: Collection[CacheGroupId] | None = None,
     encoder_groups: Collection[CacheGroupId] = (),
 ) -> StepInputs:
     """Return the inputs of a step that computes nothing but padding.
 
-    states: cache groups that keep states. encoder_groups: those of an encoder's positions.
+    states: cache groups that keep states; None: none is read by whole rows. encoder_groups: those
+    of an encoder's positions.
     """
     none = np.zeros(0, np.int64)
     return StepInputs(
@@ -224,9 +225,9 @@ def no_rows(
         block_tables=(none.reshape(0, 0),) * num_cache_groups,
         new_blocks=(),
         adapters=(),
-        state_rows=StateIndices(np.zeros(1, np.int64), none, dict.fromkeys(states, none))
-        if states
-        else None,
+        state_rows=None
+        if states is None
+        else StateIndices(np.zeros(1, np.int64), none, dict.fromkeys(states, none)),
         encoder_lengths=EncoderLengths(encoder_groups, []) if encoder_groups else None,
     )
 
@@ -252,9 +253,10 @@ class InputBatch:
         encoder_groups: Collection[CacheGroupId] = (),
         longest_encoder_input: int = 0,
     ) -> None:
-        """states: positions between the states of each cache group that keeps them. reads_images:
-        whether rows may have images; without them no step looks for any. encoder_groups: cache
-        groups of positions of the encoder's inputs, which have at most so many tokens.
+        """states: positions between the states of each cache group that keeps them; None: no group
+        is read by whole rows. reads_images: whether rows may have images; without them no step
+        looks for any. encoder_groups: cache groups of positions of the encoder's inputs, which have
+        at most so many tokens.
         """
         self._border = rotation_border
         self._block_size = block_size
@@ -264,6 +266,7 @@ class InputBatch:
             np.zeros(shape, dtype=np.int64) for _ in range(num_cache_groups)
         )
         self._states = states or {}
+        self._has_state_rows = states is not None
         self._reads_images = reads_images
         self._encoder_groups = frozenset(encoder_groups)
         self._layout: _Layout | None = None
@@ -318,7 +321,7 @@ class InputBatch:
             adapters=tuple(self._rows[step.slot].adapters for step in steps),
             rotated_spans=() if self._border is None else self._spans(steps, layout),
             encoded_spans=self._encoded_spans(steps, layout) if self._reads_images else (),
-            state_rows=self._state_rows(layout, starts) if self._states else None,
+            state_rows=self._state_rows(layout, starts) if self._has_state_rows else None,
             encoder_lengths=self._encoder_lengths(steps) if self._encoder_groups else None,
         )
 
@@ -444,10 +447,16 @@ def groups_of_encoders(capacity: Capacity) -> tuple[CacheGroupId, ...]:
     return tuple(group for group, of_group in groups if isinstance(of_group.spec, Cross))
 
 
-def groups_of_states(capacity: Capacity) -> dict[CacheGroupId, int]:
-    """Return the cache groups that keep states, with the positions between two of them."""
-    return {
-        group: capacity_of_group.spec.every
-        for group, capacity_of_group in enumerate(capacity.cache_groups)
-        if isinstance(capacity_of_group.spec, States)
-    }
+def groups_of_states(capacity: Capacity) -> dict[CacheGroupId, int] | None:
+    """Return `states_of` the cache groups of a capacity."""
+    return states_of([group.spec for group in capacity.cache_groups])
+
+
+def states_of(specs: Sequence[CacheSpec]) -> dict[CacheGroupId, int] | None:
+    """Return the cache groups that keep states, with the positions between two of them.
+
+    None: nothing is read by whole rows. specs: of all groups.
+    """
+    groups = {group: spec.every for group, spec in enumerate(specs) if isinstance(spec, States)}
+    by_rows = any(isinstance(spec, Blocks) and spec.by_rows for spec in specs)
+    return groups if groups or by_rows else None

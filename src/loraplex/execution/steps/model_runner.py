@@ -155,6 +155,8 @@ class ModelRunner:
     def _execute(self, step: PreparedStep) -> StepWork:
         if isinstance(step.inputs, Exception):
             raise step.inputs
+        if self._storing is not None:
+            self._storing.note_step()
         plan, watch = step.plan, StepWatch(step.prepare_ns)
         with self._computer.computing():
             for slot in plan.removed:

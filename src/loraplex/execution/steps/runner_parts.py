@@ -12,6 +12,7 @@ from loraplex.execution.steps.image_rows import ImageEncoder
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.stages import StageLinks, StageSampler
 from loraplex.execution.steps.text_inputs import TextEncoder
+from loraplex.execution.vector_layers import VectorLayer
 from loraplex.execution.weights.background_store import BackgroundStore
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
@@ -40,6 +41,8 @@ class RunnerParts:
     """Encoder of images, where capacity.images is set: on the first stage, and on each rank."""
     text_encoder: TextEncoder | None = None
     """Encoder of texts, where capacity.longest_encoder_input is set: on each rank."""
+    vector_layers: tuple[VectorLayer, ...] = ()
+    """Layers after the pooling, on each rank of the last stage."""
     recorded_sizes: tuple[int, ...] = ()
     """Numbers of tokens, ascending, of which steps that only decode are recorded."""
     storing: BackgroundStore | None = None

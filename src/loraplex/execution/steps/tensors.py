@@ -135,8 +135,11 @@ class DeviceTensors:
         self._places = torch.arange(num_recorded, device=device)
         self._token_ids = torch.zeros(num_recorded, dtype=torch.int64, device=device)
         self._most_new_blocks = num_recorded * num_groups
-        self._states = tuple(groups_of_states(capacity))
-        state_capacities = [num_recorded + 1] * (len(self._states) + 2) if self._states else []
+        states = groups_of_states(capacity)
+        self._states = tuple(states or ())
+        self._has_state_rows = states is not None
+        num_arrays = len(self._states) + 2 if self._has_state_rows else 0
+        state_capacities = [num_recorded + 1] * num_arrays
         self._encoder_groups = groups_of_encoders(capacity)
         encoder_capacities = [num_recorded] if self._encoder_groups else []
         self._capacities = (
@@ -165,7 +168,7 @@ class DeviceTensors:
         else:
             tensors = self._others.send(arrays)
         state_rows = None
-        if self._states:
+        if self._has_state_rows:
             query_starts, starts, *reads = tensors[: len(self._states) + 2]
             state_rows = StateRows(
                 query_starts,

@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -12,6 +14,13 @@ logger = logging.getLogger(__name__)
 _NICENESS: Final = 10
 """Steps go first, on the disk as well. Not 19: a thread that is hardly ever scheduled could keep
 Python's lock, which steps need, for tens of milliseconds."""
+
+_IDLE_SECONDS: Final = 5.0
+"""No step has begun for so long: no request waits. A long prompt's steps take seconds."""
+
+_RESTS: Final = 8
+"""While steps run, the work rests so many times as long as its newest piece took: it takes memory
+bandwidth and a core from them, and all threads of a step wait for the slowest."""
 
 Pause = Callable[[], None]
 """Function that a long work calls between its pieces. Raises StoreStoppedError once it is to end.
@@ -27,12 +36,18 @@ class BackgroundStore:
 
     def __init__(self, store: Callable[[Pause], object], held: contextlib.ExitStack) -> None:
         """held: what is closed at the end of the work."""
+        self._newest_step = -math.inf
+        self._piece_start = time.monotonic()
         self._stopping = threading.Event()
         # A daemon: a process that ends without `close` does not wait for the disk.
         self._thread = threading.Thread(
             target=self._run, args=(store, held), name="weights-store", daemon=True
         )
         self._thread.start()
+
+    def note_step(self) -> None:
+        """Note that a step runs now."""
+        self._newest_step = time.monotonic()
 
     def wait(self) -> None:
         """Wait for the end of the work."""
@@ -56,5 +71,17 @@ class BackgroundStore:
                 )
 
     def _pause(self) -> None:
-        if self._stopping.is_set():
+        now = time.monotonic()
+        if self._stopping.wait(rest_after(now - self._piece_start, now - self._newest_step)):
             raise StoreStoppedError
+        self._piece_start = time.monotonic()
+
+
+def rest_after(piece_seconds: float, idle_seconds: float) -> float:
+    """Seconds to rest after a piece of work that took `piece_seconds`.
+
+    idle_seconds: time since the newest step began.
+    """
+    if idle_seconds >= _IDLE_SECONDS:
+        return 0
+    return min(_RESTS * piece_seconds, _IDLE_SECONDS)

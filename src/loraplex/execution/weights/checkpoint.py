@@ -268,8 +268,12 @@ def _other_shape(what: str, found: Sequence[int], meant: Sequence[int]) -> Confi
 
 
 def _is_redundant(name: str, spec: ModelSpec) -> bool:
-    """Tied checkpoints may store the embedding twice; stored_head compared the two."""
-    return spec.tie_word_embeddings and name == f"{spec.names.lm_head}.weight"
+    """Whether it is the output layer of a model that has it in the embedding, or has no use for it.
+
+    Tied checkpoints may store the embedding twice; stored_head compared the two.
+    """
+    is_unused = spec.tie_word_embeddings or not spec.is_causal
+    return is_unused and name == f"{spec.names.lm_head}.weight"
 
 
 class _PlacedTensor(NamedTuple):

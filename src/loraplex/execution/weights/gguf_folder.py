@@ -100,7 +100,7 @@ def _write(
         text = content if isinstance(content, str) else json.dumps(content, indent=1)
         (new / name).write_text(text, encoding="utf-8")
     for name in own:
-        (new / name).parent.mkdir(exist_ok=True)
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file.path.parent / name, new / name)
     parts = gguf_parts(file.path)
     links = names_in_folder(len(parts))

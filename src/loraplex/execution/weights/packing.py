@@ -22,7 +22,7 @@ from loraplex.execution.weights.quantized.stored_weight import StoredWeight
 from loraplex.execution.weights.weight_files import weight_files
 from loraplex.kernels.block_rows import BlockRows, joined_rows
 from loraplex.kernels.ops import Kernels, LinearParts, PackedLinear
-from loraplex.kernels.quantization import StoredNumbers, SuperBlockWeight, quantization_error
+from loraplex.kernels.quantization import StoredNumbers, quantization_error
 from loraplex.models.parameters import (
     DecoderParameters,
     LinearPlace,
@@ -150,13 +150,17 @@ class _CheckpointSource:
         bias = None
         if place.has_bias:
             bias = self._read(place, "bias", (num_outputs,)).view(*experts, num_outputs)
+        is_shared = place.is_embedding and place.is_lm_head
+        if is_shared and self._form.precision is not WeightPrecision.NATIVE:
+            return None
         blocks = self._blocks(place)
         if blocks is not None:
             packed = self._packed_blocks(place, blocks, bias)
             if packed is not None:
                 return packed
-        quantized = self._quantized(place)
-        if quantized is None and place.is_embedding:
+        stored = self._stored(place)
+        quantized = self._quantized(place, stored)
+        if quantized is None and place.is_embedding and (stored or not is_shared):
             return None
         if quantized is not None:
             quantized = quantized.to(self._form.device)
@@ -206,34 +210,34 @@ class _CheckpointSource:
             self._progress(sum(1 for _ in place.stored_parts()))
         return packed
 
-    def _quantized(self, place: LinearPlace) -> StoredNumbers | None:
-        """Read a layer that is stored quantised; None: its numbers are to be read instead.
+    def _quantized(
+        self, place: LinearPlace, weights: Sequence[StoredWeight]
+    ) -> StoredNumbers | None:
+        """Join a layer's weights as they are stored; None: its numbers are to be read instead.
 
         What chooses experts is decoded: a product in whole numbers rounds its inputs.
         """
-        stored = [
-            self._checkpoint.stored(f"{part}.weight", (size, place.in_features))
-            for part, size in place.stored_parts()
-        ]
-        weights = [weight for weight in stored if weight is not None]
         if not weights:
             return None
-        found = None
-        if len(weights) == len(stored) and not (place.is_choice or place.has_unit_rows):
+        found, num_parts = None, sum(1 for _ in place.stored_parts())
+        if len(weights) == num_parts and not (place.is_choice or place.has_unit_rows):
             forms = _joined_weights(place, weights, self._form)
-            found = next((form for form in forms if self._takes(form, place)), None)
+            takes = functools.partial(self._kernels.takes_quantized, num_blocks=place.num_blocks)
+            found = next(filter(takes, forms), None)
         if place.is_embedding and found is None:
             return None
         self.widened.note(place.name, is_widened=found is None)
         if found is not None:
-            self._progress(len(stored))
+            self._progress(num_parts)
         return found
 
-    def _takes(self, weight: StoredNumbers, place: LinearPlace) -> bool:
-        """Return whether kernels do; of an embedding only super-blocks are kept."""
-        if place.is_embedding and not isinstance(weight, SuperBlockWeight):
-            return False
-        return self._kernels.takes_quantized(weight, place.num_blocks)
+    def _stored(self, place: LinearPlace) -> list[StoredWeight]:
+        """Return the parts that are stored quantised."""
+        stored = (
+            self._checkpoint.stored(f"{part}.weight", (size, place.in_features))
+            for part, size in place.stored_parts()
+        )
+        return [weight for weight in stored if weight is not None]
 
     def _read(self, place: LinearPlace, kind: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Read the weights, or the biases, of all parts: those of experts one after another.
@@ -247,6 +251,10 @@ class _CheckpointSource:
                 return place.own_rows(part, tensor)
             return place.own_weight(part, tensor.T if place.is_transposed else tensor)
 
+        if kind == "bias" and place.bias:
+            return self._joined(
+                [place.bias], shape, lambda index, bias: place.own_rows(index, bias[0])
+            )
         names = [f"{part}.{kind}" for part, _ in place.stored_parts()]
         return self._joined(names, ((place.num_experts or 1) * shape[0], *shape[1:]), own)
 
@@ -277,7 +285,7 @@ def _joined_weights(
 
     The results are [out, in], or [E, out, in]. First comes the form that kernels read least for. In
     float32 the numbers are the very ones that are stored, and meet inputs of 16 bits: not those of
-    8 that super-blocks have.
+    8 that super-blocks have. Of an embedding only super-blocks are kept.
     """
     is_exact = form.dtype is torch.float32
     num_parts, inputs, num_blocks = len(place.parts), place.inputs, max(1, place.num_blocks)
@@ -287,11 +295,11 @@ def _joined_weights(
         )
         for index, weight in enumerate(weights)
     ]
-    joins: list[Callable[[Sequence[StoredWeight], int], StoredNumbers | None]] = [
-        functools.partial(packable, is_exact=is_exact)
-    ]
+    joins: list[Callable[[Sequence[StoredWeight], int], StoredNumbers | None]] = []
     if not is_exact:
-        joins.insert(0, in_super_blocks)
+        joins.append(in_super_blocks)
+    if not place.is_embedding:
+        joins.append(functools.partial(packable, is_exact=is_exact))
     for join in joins:
         experts = [
             join(own[first : first + num_parts], num_blocks)

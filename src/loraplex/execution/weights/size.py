@@ -30,7 +30,13 @@ def weights_size(spec: ModelSpec, dtype: torch.dtype, precision: WeightPrecision
     form = WeightFormat(dtype=dtype, precision=precision)
     sizes = _WeightSizes(form, stored)
     build_parameters(spec, sizes)
-    return sizes.num_bytes
+    vector_layers = spec.vector_layers if spec.is_last_stage else ()
+    return sizes.num_bytes + sum(layer.num_bytes for layer in vector_layers)
+
+
+def taken_apart_bytes(place: LinearPlace, dtype: torch.dtype) -> int:
+    """Return the bytes of a layer's weight that a mixer keeps cut by heads, too; 0 for others."""
+    return math.prod(place.shape) * dtype.itemsize if place.is_taken_apart else 0
 
 
 class _WeightSizes:
@@ -50,7 +56,8 @@ class _WeightSizes:
         return tensor
 
     def linear(self, place: LinearPlace) -> PackedLinear:
-        if place.is_embedding:
+        is_native = self._stored is None and self._form.precision is WeightPrecision.NATIVE
+        if place.is_embedding and not (place.is_lm_head and is_native):
             return None  # at most its tensor: not every backend keeps the packed form
         precision = self._form.precision_of(place)
         num_outputs, num_inputs = place.shape
@@ -68,7 +75,8 @@ class _WeightSizes:
             )
         if place.has_bias:
             self.num_bytes += num_outputs * self._form.dtype.itemsize
-        return None
+        self.num_bytes += taken_apart_bytes(place, self._form.dtype)
+        return place
 
     def _stored_bits(self, place: LinearPlace) -> float | None:
         """Return the bits of a weight that is stored quantised; None: it is not, or is widened."""

@@ -30,9 +30,21 @@ def read_model(folder: Path) -> ModelSpec:
     Raises what read_config raises. Weights that are missing or broken are the loader's to refuse.
     """
     spec = read_config(folder)
+    if spec.logits_bias and not _has_tensor(folder, spec.logits_bias):
+        # transformers leaves a buffer out that is zero.
+        spec = dataclasses.replace(spec, logits_bias="")
     if not spec.tie_word_embeddings or not _has_own_head(folder, spec):
         return spec
     return dataclasses.replace(spec, tie_word_embeddings=False)
+
+
+def _has_tensor(folder: Path, name: str) -> bool:
+    try:
+        files = weight_files(folder)
+    except LoraplexError:
+        return True
+    plain = [file for file in files if file.suffix == ".safetensors"]
+    return len(plain) < len(files) or any(name in tensor_names(file) for file in plain)
 
 
 def _has_own_head(folder: Path, spec: ModelSpec) -> bool:

@@ -7,6 +7,7 @@ from loraplex.core.errors import ConfigError
 from loraplex.models.config_fields import read_fields
 from loraplex.models.engine_folder import CONFIG_NAME, WEIGHTS_NAME, is_foreign_checkpoint
 from loraplex.models.gguf_config import gguf_of
+from loraplex.models.sentence_transformers import vector_files
 from loraplex.models.trtllm_checkpoint import read_mapping
 
 _TEXT_FILES = (
@@ -17,9 +18,10 @@ _TEXT_FILES = (
 
 
 def text_files(folder: Path) -> Iterator[Path]:
-    """Yield the tokenizer's files, the chat template's, and what ends a text."""
+    """Yield the tokenizer's files, the chat template's, what ends a text, and those of vectors."""
     for pattern in _TEXT_FILES:
         yield from filter(Path.is_file, folder.glob(pattern))
+    yield from vector_files(folder)
 
 
 def weight_files(folder: Path) -> list[Path]:

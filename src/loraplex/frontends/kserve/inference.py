@@ -297,7 +297,7 @@ class Inference(ResponseStream):
         if output.adapters != self._adapters:
             self._show_adapters(output.adapters)
         for completion in completions:
-            completion.begin(output.prompt_token_ids)
+            completion.begin(output.prompt_token_ids, output.num_encoder_tokens)
             if output.prompt_logits:
                 completion.prompt_logits += output.prompt_logits
             completion.timing = output.timing

@@ -15,6 +15,7 @@ from loraplex.frontends.openai.errors import INVALID, ErrorDetail, json_error
 
 CODE = "unsupported_route"
 _GENERATES = "this server generates text: use /v1/completions or /v1/chat/completions"
+_VECTORS: Final = "vectors of texts are at /v1/embeddings"
 _KEEPS_NOTHING = "use previous_response_id of /v1/responses, or send the whole conversation"
 
 
@@ -34,7 +35,6 @@ _READ: Final = "the document of this API is /openapi.json; a browser opens /cons
 ABSENT = (
     AbsentRoute("/docs", _READ),
     AbsentRoute("/redoc", _READ),
-    AbsentRoute("/v1/embeddings"),
     AbsentRoute("/v1/moderations"),
     AbsentRoute("/v1/images"),
     AbsentRoute("/v1/audio"),
@@ -53,16 +53,10 @@ ABSENT = (
     AbsentRoute("/v1/chatkit", _KEEPS_NOTHING),
     AbsentRoute("/v1/skills", _KEEPS_NOTHING),
     AbsentRoute("/v1/organization", "tenants and their keys are in the server's settings"),
-    AbsentRoute("/v1/score"),
-    AbsentRoute("/v1/rerank"),
-    AbsentRoute("/v1/classify"),
-    AbsentRoute("/v2/rerank"),
-    AbsentRoute("/score"),
-    AbsentRoute("/rerank"),
-    AbsentRoute("/classify"),
-    AbsentRoute("/classify_batch"),
-    AbsentRoute("/pooling"),
-    AbsentRoute("/embed"),
+    AbsentRoute("/classify_batch", "/classify takes a list of texts"),
+    AbsentRoute("/embed_all", _VECTORS),
+    AbsentRoute("/embed_sparse", _VECTORS),
+    AbsentRoute("/v1/embed", "use /v2/embed"),
     AbsentRoute("/inference/v1/generate", "use /v1/completions with token ids"),
     AbsentRoute("/tokenizer_info", "use /tokenize and /detokenize"),
     AbsentRoute("/load_lora_adapter", "use /v1/load_lora_adapter"),

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple, TypeVar
 from loraplex.core.adapter import AdapterChoice, AdapterKey, ByName
 from loraplex.core.errors import InvalidParameterError
 from loraplex.frontends.adapter_choices import read_choices
-from loraplex.frontends.openai.schema import GenerationBody
+from loraplex.frontends.openai.schema import AdapterFields
 from loraplex.serving.backend import ModelCard
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class ModelTarget(NamedTuple):
 
 
 def adapter_choices(
-    body: GenerationBody, target: ModelTarget, header: str, num_prompts: int = 1
+    body: AdapterFields, target: ModelTarget, header: str, num_prompts: int = 1
 ) -> tuple[tuple[AdapterChoice, ...], ...]:
     """The adapters of each prompt. `header`: the value of ADAPTER_HEADER, empty if it is absent.
 
@@ -45,14 +45,14 @@ def adapter_choices(
     return tuple(_choices(body, target, header, name) for name in body.lora_path)
 
 
-def adapter_field(body: GenerationBody, header: str) -> str:
+def adapter_field(body: AdapterFields, header: str) -> str:
     """Return the field, or header, that names the one adapter; empty if it is `model`."""
     names = _names(body, header, body.lora_path)
     return next((field for field, name in names if name), "")
 
 
 def _choices(
-    body: GenerationBody, target: ModelTarget, header: str, lora_path: str | None
+    body: AdapterFields, target: ModelTarget, header: str, lora_path: str | None
 ) -> tuple[AdapterChoice, ...]:
     named: list[tuple[str, AdapterKey]] = [] if target.key is None else [("model", target.key)]
     # An empty name is none.
@@ -77,7 +77,7 @@ def _choices(
 
 
 def _names(
-    body: GenerationBody, header: str, lora_path: T
+    body: AdapterFields, header: str, lora_path: T
 ) -> tuple[tuple[str, str | T | None], ...]:
     return (
         ("lora_model", body.lora_model),
@@ -87,9 +87,7 @@ def _names(
     )
 
 
-def _several(
-    body: GenerationBody, named: list[tuple[str, AdapterKey]]
-) -> tuple[AdapterChoice, ...]:
+def _several(body: AdapterFields, named: list[tuple[str, AdapterKey]]) -> tuple[AdapterChoice, ...]:
     if named:
         raise InvalidParameterError(
             f"{named[-1][0]} names an adapter, and so does adapters; put all of them into "

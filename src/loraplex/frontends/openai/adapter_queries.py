@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 from loraplex.core.adapter import Residency
@@ -18,6 +19,7 @@ from loraplex.serving.adapter_list import (
 
 Word = TypeVar("Word", bound=StrEnum)
 
+_FLAGS: Final = MappingProxyType({"true": True, "false": False})
 _MAX_OFFSET: Final = 10_000_000
 _SORTS: Final = tuple(sign + sort for sort in AdapterSort for sign in ("", "-"))
 
@@ -25,6 +27,12 @@ LIMIT: Final = Parameter(
     "limit",
     f"Maximum number of entries; {DEFAULT_PAGE} if it is absent.",
     {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+)
+MAX_VERSION: Final = 999_999_999
+VERSION: Final = Parameter(
+    "version",
+    "Number of a version in the history, which is described in place of the present one.",
+    {"type": "integer", "minimum": 1, "maximum": MAX_VERSION},
 )
 AFTER: Final = Parameter("after", "Cursor `next` of the page before.")
 OF_LIST: Final = (
@@ -40,6 +48,7 @@ OF_LIST: Final = (
     ),
     Parameter("state", "Only adapters in this state.", {"enum": [*AdapterState]}),
     Parameter("residency", "Only adapters that are there.", {"enum": [*Residency]}),
+    Parameter("has_warnings", "Only adapters with warnings, or without.", {"enum": list(_FLAGS)}),
     AFTER,
     Parameter(
         "offset",
@@ -70,8 +79,9 @@ def page_query(query: Mapping[str, str]) -> AdapterQuery | None:
         search=search,
         sort=AdapterSort(sort.removeprefix("-")),
         is_descending=sort.startswith("-"),
-        state=_word(query, "state", AdapterState),
-        residency=_word(query, "residency", Residency),
+        state=word(query, "state", AdapterState),
+        residency=word(query, "residency", Residency),
+        has_warnings=_flag(query, "has_warnings"),
         after=query.get("after", ""),
         offset=number(query, "offset", 0, 0, _MAX_OFFSET),
         limit=limit(query),
@@ -94,7 +104,7 @@ def number(query: Mapping[str, str], name: str, default: int, least: int, most: 
     )
 
 
-def _word(query: Mapping[str, str], name: str, kind: type[Word]) -> Word | None:
+def word(query: Mapping[str, str], name: str, kind: type[Word]) -> Word | None:
     given = query.get(name)
     if given is None:
         return None
@@ -102,6 +112,15 @@ def _word(query: Mapping[str, str], name: str, kind: type[Word]) -> Word | None:
         return kind(given)
     except ValueError:
         raise _unknown(name, given, tuple(kind)) from None
+
+
+def _flag(query: Mapping[str, str], name: str) -> bool | None:
+    given = query.get(name)
+    if given is None:
+        return None
+    if given not in _FLAGS:
+        raise _unknown(name, given, tuple(_FLAGS))
+    return _FLAGS[given]
 
 
 def _unknown(name: str, given: str, known: tuple[str, ...]) -> InvalidParameterError:

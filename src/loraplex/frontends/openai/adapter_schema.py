@@ -2,9 +2,11 @@
 its kind.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import AliasChoices, Field
 
 from loraplex.adapters.staged import ExaminedTensor
 from loraplex.core.adapter import Residency
@@ -13,12 +15,13 @@ from loraplex.serving.adapter_cards import (
     AdapterCard,
     AdapterDetails,
     LoadReport,
+    ReplacedVersion,
     TrialRefusal,
     TrialReport,
     card_as,
 )
 from loraplex.serving.adapter_list import AdapterPage
-from loraplex.serving.adapter_usage import UsageCount
+from loraplex.serving.adapter_usage import UsageCount, UsageMinute
 
 
 class LoadLoraBody(JsonBody):
@@ -38,7 +41,7 @@ class UnloadLoraBody(JsonBody):
 
 class DynamoSource(JsonBody):
     uri: str
-    """Source, like `path` of POST /v1/adapters; Dynamo sends file, s3 and hf addresses."""
+    """Source, like `source` of POST /v1/adapters; Dynamo sends file, s3 and hf addresses."""
 
 
 class DynamoLoadBody(JsonBody):
@@ -52,7 +55,8 @@ class AdapterBody(ClosedBody):
     """POST /v1/adapters."""
 
     name: str
-    path: str
+    source: Annotated[str, Field(validation_alias=AliasChoices("source", "path"))]
+    """Folder or file on the server, address, or upload. `path` is another name of the field."""
     model: str | None = None
     """The base model; None is the default one."""
     task_id: int | None = None
@@ -116,6 +120,8 @@ class UsageList(msgspec.Struct, frozen=True, kw_only=True):
     """Time from which requests are counted, in Unix seconds."""
     next: str | None
     """Cursor of the next page; null: there is none."""
+    series: list[UsageMinute] | UnsetType = UNSET
+    """The last 60 minutes, the present one last; only with `series=minute`."""
 
 
 class NamedAdapter(AdapterCard, frozen=True, kw_only=True):
@@ -137,6 +143,8 @@ class AdapterTrial(msgspec.Struct, frozen=True, kw_only=True):
     error: TrialRefusal | None
     """Why it would not."""
     format: str
+    declared_base: str | None
+    """Base model that its files name; null: they name none."""
     tensors: tuple[ExaminedTensor, ...]
     """First 10000 tensors; the refused ones come first."""
     num_tensors: int
@@ -147,6 +155,11 @@ class AdapterTrial(msgspec.Struct, frozen=True, kw_only=True):
     """Whether its pages are free on the device, without an eviction; null if it is refused."""
     free_pages: int
     """Pages of the device that no adapter has."""
+    evicts: tuple[str, ...]
+    """Names of the adapters that would leave the device for it now, in the order of eviction; of
+    those that the caller may see."""
+    replaces: ReplacedVersion | None
+    """What the name has now; null: it is new."""
     adapter: LoadedAdapter | None
     """Report of the dry run; null if it is refused."""
 
@@ -161,11 +174,14 @@ def trial_of(report: TrialReport) -> AdapterTrial:
         ok=report.is_ok,
         error=report.refusal,
         format=examined.format,
+        declared_base=examined.trained_on,
         tensors=examined.tensors,
         num_tensors=examined.num_tensors,
         num_refused=examined.num_refused,
         changes_base=report.changes_base,
         fits_now=report.fits_now,
         free_pages=report.free_pages,
+        evicts=report.evicts,
+        replaces=report.replaces,
         adapter=None if report.adapter is None else card_as(LoadedAdapter, report.adapter),
     )

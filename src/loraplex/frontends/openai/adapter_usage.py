@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +24,9 @@ _TENANT: Final = Parameter(
     "tenant", f"Tenant, for operators; {_ALL} is every tenant. The own one if it is absent."
 )
 _ADAPTER: Final = Parameter("adapter", "Only the adapter of this name.")
+_SERIES: Final = Parameter(
+    "series", "Return also the last 60 minutes, all listed adapters together.", {"enum": ["minute"]}
+)
 
 
 class _UsagePlace(NamedTuple):
@@ -37,7 +41,7 @@ class UsageEndpoints:
 
     @described(
         json_of(UsageList),
-        query=(_BY, _TENANT, _ADAPTER, AFTER, LIMIT),
+        query=(_BY, _TENANT, _ADAPTER, _SERIES, AFTER, LIMIT),
         tag="adapters",
         errors=OF_NAMES,
     )
@@ -47,9 +51,13 @@ class UsageEndpoints:
         principal = self._context.principal(request)
         if query.get("by", "adapter") != "adapter":
             raise InvalidParameterError(f"by must be adapter, got {query['by'][:64]!r}", param="by")
+        if query.get("series", "minute") != "minute":
+            given = query["series"][:64]
+            raise InvalidParameterError(f"series must be minute, got {given!r}", param="series")
+        name = query.get("adapter")
         tenants, most = self._tenants(principal, query.get("tenant")), limit(query)
         after = place_of(query["after"], _UsagePlace) if "after" in query else None
-        found = list(itertools.islice(self._rows(tenants, query.get("adapter"), after), most + 1))
+        found = list(itertools.islice(self._rows(tenants, name, after), most + 1))
         other = UsageCount()
         for tenant in tenants:
             other.add(self._usage.others_of(tenant))
@@ -59,6 +67,11 @@ class UsageEndpoints:
                 other=other,
                 since=self._usage.since,
                 next=cursor_of(found[most - 1][0]) if len(found) > most else None,
+                series=(
+                    self._usage.minutes(tenants, lambda used: _is_of(used, name))
+                    if "series" in query
+                    else UNSET
+                ),
             )
         )
 
@@ -79,8 +92,13 @@ class UsageEndpoints:
             for used in sorted(counts):
                 if after is not None and _UsagePlace(tenant, used) <= after:
                     continue
-                if name is None or (used.owner and used.name == name):
+                if _is_of(used, name):
                     yield _UsagePlace(tenant, used), counts[used]
+
+
+def _is_of(used: UsedAdapter, name: str | None) -> bool:
+    """Whether a count is of the adapter of this name; None: of any, or of a base model."""
+    return name is None or (bool(used.owner) and used.name == name)
 
 
 def _entry(place: _UsagePlace, count: UsageCount) -> UsageEntry:

@@ -15,11 +15,19 @@ from loraplex.core.errors import (
     AdapterExistsError,
     AdapterNotFoundError,
     InvalidParameterError,
+    LoraplexError,
     ModelNotFoundError,
     brief,
 )
 from loraplex.core.principal import Principal
-from loraplex.frontends.openai.adapter_queries import OF_LIST, page_query
+from loraplex.frontends.field_names import as_sent
+from loraplex.frontends.openai.adapter_queries import (
+    MAX_VERSION,
+    OF_LIST,
+    VERSION,
+    number,
+    page_query,
+)
 from loraplex.frontends.openai.adapter_schema import (
     AdapterBody,
     AdapterList,
@@ -51,6 +59,7 @@ from loraplex.frontends.openapi.operation import (
 )
 from loraplex.frontends.streams import until_disconnect
 from loraplex.serving.adapter_cards import UnloadMode, VersionCard, card_as
+from loraplex.serving.wire_request import note_subject
 
 _MODE = Parameter(
     "mode",
@@ -91,13 +100,14 @@ class AdapterEndpoints:
         ]
         return json_response(AdapterList(entries))
 
-    @described(json_of(ShownAdapter), tag="adapters", errors=ANY_ERROR)
+    @described(json_of(ShownAdapter), query=(VERSION,), tag="adapters", errors=ANY_ERROR)
     async def get_adapter(self, request: Request) -> Response:
-        """All that is known of an adapter."""
+        """All that is known of an adapter, or of a version in its history."""
         principal, ref = await self._reference(request)
-        return json_response(
-            card_as(ShownAdapter, await self._backend.adapter_admin.describe(principal, ref))
-        )
+        query = request.query_params
+        version = number(query, "version", 0, 1, MAX_VERSION) if "version" in query else None
+        details = await self._backend.adapter_admin.describe(principal, ref, version)
+        return json_response(card_as(ShownAdapter, details))
 
     @described(
         json_of(LoadedAdapter, 201, "The adapter may be named."),
@@ -117,13 +127,16 @@ class AdapterEndpoints:
             principal,
             model=await self._base_model(body.model, principal),
             name=body.name,
-            path=body.path,
+            path=body.source,
             task_id=body.task_id,
             replace=bool(body.replace),
             dry_run=bool(body.dry_run),
             canary=bool(body.canary),
         )
-        report = await until_disconnect(request.receive, load)
+        try:
+            report = await until_disconnect(request.receive, load)
+        except LoraplexError as error:
+            raise as_sent(error, {"path": "source"}) from None
         return json_response(card_as(LoadedAdapter, report), 200 if report.is_dry_run else 201)
 
     async def _try_out(self, request: Request, principal: Principal, body: AdapterBody) -> Response:
@@ -133,12 +146,16 @@ class AdapterEndpoints:
             principal,
             model=await self._base_model(body.model, principal),
             name=body.name,
-            path=body.path,
+            path=body.source,
             task_id=body.task_id,
             replace=bool(body.replace),
             canary=bool(body.canary),
         )
-        return json_response(trial_of(await until_disconnect(request.receive, trial)))
+        try:
+            report = await until_disconnect(request.receive, trial)
+        except LoraplexError as error:
+            raise as_sent(error, {"path": "source"}) from None
+        return json_response(trial_of(report))
 
     @described(json_of(AdapterDeleted), query=(_MODE,), tag="adapters", errors=ANY_ERROR)
     async def delete_adapter(self, request: Request) -> Response:
@@ -223,6 +240,7 @@ class AdapterEndpoints:
 
     async def _ref(self, name: str, principal: Principal) -> AdapterRef:
         """Raises AdapterNotFoundError if the name means nothing, or a base model."""
+        note_subject("", name, is_change=False)
         try:
             card, key = await self._backend.find(name, principal)
         except ModelNotFoundError as error:
@@ -261,6 +279,8 @@ async def _vllm_response(work: Awaitable[Any], name: str, done: str) -> Response
         )
     except AdapterNotFoundError:
         return _refusal(404, f"The lora adapter '{name}' cannot be found.")
+    except LoraplexError as error:
+        raise as_sent(error, {"path": "lora_path"}) from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' {done} successfully.")
 
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +16,7 @@ from loraplex.frontends.openai.absent_routes import absent_endpoints
 from loraplex.frontends.openai.adapter_usage import UsageEndpoints
 from loraplex.frontends.openai.adapters import AdapterEndpoints
 from loraplex.frontends.openai.catalog import ModelEndpoints, TokenEndpoints
+from loraplex.frontends.openai.classify import ClassifyEndpoints
 from loraplex.frontends.openai.compare import CompareEndpoints
 from loraplex.frontends.openai.context import (
     Endpoint,
@@ -25,6 +27,7 @@ from loraplex.frontends.openai.context import (
     responds_to_errors,
 )
 from loraplex.frontends.openai.dynamo import DynamoEndpoints
+from loraplex.frontends.openai.embeddings import EmbeddingEndpoints
 from loraplex.frontends.openai.errors import (
     INVALID,
     OPENAI_ERRORS,
@@ -37,6 +40,7 @@ from loraplex.frontends.openai.llgtrt.health import LlgtrtHealth
 from loraplex.frontends.openai.lorax.endpoints import LORAX_ERRORS, LoraxEndpoints
 from loraplex.frontends.openai.me import MeEndpoints
 from loraplex.frontends.openai.responses_api.endpoints import ResponsesEndpoints
+from loraplex.frontends.openai.scoring import ScoringEndpoints
 from loraplex.frontends.openai.uploads import UploadEndpoints
 from loraplex.frontends.openapi.operation import ResponseDoc, described, json_of
 from loraplex.serving.backend import Backend
@@ -46,6 +50,8 @@ Routes = tuple[tuple[str, str, Endpoint], ...]
 """(method, path, endpoint)."""
 
 _ALL_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+COHERE_PATHS: Final = ("/v2/embed", "/v2/rerank")
+"""Paths of this front end among those of KServe."""
 _MAX_PATH = 200
 """Characters of a path that a message repeats."""
 
@@ -94,10 +100,23 @@ def text_routes(context: TextContext) -> list[RecordedRoute]:
 
 
 def _completions(context: TextContext) -> Routes:
-    generation = GenerationEndpoints(context)
+    generation, embeddings = GenerationEndpoints(context), EmbeddingEndpoints(context)
+    classes, scoring = ClassifyEndpoints(context), ScoringEndpoints(context)
     return (
         ("POST", "/v1/completions", generation.completions),
         ("POST", "/v1/chat/completions", generation.chat_completions),
+        ("POST", "/v1/embeddings", embeddings.embeddings),
+        ("POST", COHERE_PATHS[0], embeddings.cohere_embed),
+        ("POST", "/embed", embeddings.tei_embed),
+        ("POST", "/predict", embeddings.tei_predict),
+        ("POST", "/pooling", embeddings.pooling),
+        ("POST", "/classify", classes.classify),
+        ("POST", "/v1/classify", classes.classify),
+        ("POST", "/score", scoring.score),
+        ("POST", "/v1/score", scoring.score),
+        ("POST", "/rerank", scoring.rerank),
+        ("POST", "/v1/rerank", scoring.rerank),
+        ("POST", COHERE_PATHS[1], scoring.cohere_rerank),
     )
 
 
@@ -121,6 +140,7 @@ def _models(context: OpenAIContext) -> Routes:
     return (
         ("GET", "/v1/me", MeEndpoints(context).me),
         ("POST", "/v1/compare", comparison.compare),
+        ("POST", "/v1/compare/{id:path}/cancel", comparison.cancel),
         ("GET", "/v1/models", models.list_models),
         ("GET", "/v1/models/{model_id:path}", models.get_model),
         ("POST", "/tokenize", tokens.tokenize),

@@ -118,7 +118,7 @@ def parse_body(schema: type[BodyT], body: bytes, limits: JsonLimits = DEFAULT_JS
     try:
         parsed = schema.model_validate_json(body)
     except ValidationError as error:
-        raise explain(error.errors(include_url=False)) from None
+        raise explain(error.errors(include_url=False), schema.expected) from None
     # What JSON parsers read in different ways: a name that an object has twice, a number that is
     # none. Nothing is kept of it.
     json.loads(body, object_pairs_hook=_object, parse_constant=_refuse_number, parse_float=_finite)
@@ -130,18 +130,23 @@ def validated(schema: type[BodyT], fields: Mapping[str, Any]) -> BodyT:
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
-        raise explain(error.errors(include_url=False)) from None
+        raise explain(error.errors(include_url=False), schema.expected) from None
 
 
-def explain(details: Sequence[ErrorDetails]) -> RequestError:
-    """A readable sentence for each field of which pydantic found something."""
+def explain(details: Sequence[ErrorDetails], expected: Mapping[str, str]) -> RequestError:
+    """A readable sentence for each field of which pydantic found something.
+
+    expected: JsonBody.expected of the body.
+    """
     by_field: dict[str, list[ErrorDetails]] = {}
     for each in details:
         by_field.setdefault(_name(_path(each["loc"])), []).append(each)
-    return joined([_explain_one(of_field) for of_field in by_field.values()])
+    return joined(
+        [_explain_one(of_field, {**EXPECTED, **expected}) for of_field in by_field.values()]
+    )
 
 
-def _explain_one(details: Sequence[ErrorDetails]) -> RequestError:
+def _explain_one(details: Sequence[ErrorDetails], expected: Mapping[str, str]) -> RequestError:
     # A union reports an error for each of its branches.
     first = next((each for each in details if each["type"] == "too_long"), details[0])
     if first["type"] == "json_invalid":
@@ -158,7 +163,8 @@ def _explain_one(details: Sequence[ErrorDetails]) -> RequestError:
             f"{name} has too many elements; at most {maximum} are allowed", param=name
         )
     return InvalidParameterError(
-        f"{name} must be {_expected(path, first)}, got {_show(first['input'])}", param=name
+        f"{name} must be {_expected(path, first, expected)}, got {_show(first['input'])}",
+        param=name,
     )
 
 
@@ -174,10 +180,10 @@ def _name(path: Iterable[int | str]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _expected(path: Sequence[int | str], details: ErrorDetails) -> str:
+def _expected(path: Sequence[int | str], details: ErrorDetails, expected: Mapping[str, str]) -> str:
     field = _name("" if isinstance(part, int) else part for part in path)
-    if field in EXPECTED:
-        return EXPECTED[field]
+    if field in expected:
+        return expected[field]
     if details["type"] == "literal_error":
         return str(details["ctx"]["expected"])
     return _EXPECTED_BY_ERROR_TYPE.get(details["type"], "of another type")

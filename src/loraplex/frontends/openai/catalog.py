@@ -1,33 +1,66 @@
 """What is served: models and adapters as OpenAI lists them, and their tokenizers."""
 
 import asyncio
+import enum
 from collections import Counter
 from collections.abc import Sequence
+from typing import Final
 
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
 from loraplex.core.adapter import AdapterRef
 from loraplex.core.errors import InvalidParameterError, TokenOutOfVocabularyError
 from loraplex.core.principal import Principal
+from loraplex.core.sampling_params import SamplingParams
+from loraplex.frontends.openai.adapter_queries import word
 from loraplex.frontends.openai.context import OpenAIContext, json_response
 from loraplex.frontends.openai.convert import begins_a_turn, rendered_chat
 from loraplex.frontends.openai.logprobs import TokenTexts
 from loraplex.frontends.openai.responses import (
+    Capabilities,
     Detokenized,
+    FieldDefaults,
     ModelEntry,
     ModelList,
     Tokens,
 )
+from loraplex.frontends.openai.sampling import CHAT_SAMPLING, COMPARE_SAMPLING, default_fields
 from loraplex.frontends.openai.schema import (
     DetokenizeBody,
     TokenizeBody,
 )
 from loraplex.frontends.openai.tools import read_tools, served
-from loraplex.frontends.openapi.operation import OF_NAMES, described, json_body, json_of
+from loraplex.frontends.openapi.operation import (
+    OF_NAMES,
+    Parameter,
+    described,
+    json_body,
+    json_of,
+)
 from loraplex.serving.backend import AdapterCard, ModelCard
 
 OF_TOKENS = (*OF_NAMES, TokenOutOfVocabularyError)
+
+
+_DEFAULTS: Final = FieldDefaults(
+    compare=default_fields(COMPARE_SAMPLING),
+    chat=default_fields(CHAT_SAMPLING, add_special_tokens=False),
+    completion=default_fields(SamplingParams(), add_special_tokens=True),
+)
+
+
+class ListedKind(enum.StrEnum):
+    """Kind of the entries of a list of models."""
+
+    BASE = "base"
+    ADAPTER = "adapter"
+
+
+_KIND: Final = Parameter(
+    "kind", "Only base models, or only adapters; both if it is absent.", {"enum": [*ListedKind]}
+)
 
 
 class ModelEndpoints:
@@ -36,10 +69,11 @@ class ModelEndpoints:
     def __init__(self, context: OpenAIContext) -> None:
         self._context = context
 
-    @described(json_of(ModelList), tag="models", errors=OF_NAMES)
+    @described(json_of(ModelList), query=(_KIND,), tag="models", errors=OF_NAMES)
     async def list_models(self, request: Request) -> Response:
         """Base models, and their adapters."""
-        return json_response(ModelList(self._entries(self._context.principal(request))))
+        kind = word(request.query_params, "kind", ListedKind)
+        return json_response(ModelList(self._entries(self._context.principal(request), kind)))
 
     @described(json_of(ModelEntry), tag="models", errors=OF_NAMES)
     async def get_model(self, request: Request) -> Response:
@@ -54,15 +88,18 @@ class ModelEndpoints:
         )
         return json_response(_adapter_model_entry(adapter, card, name))
 
-    def _entries(self, principal: Principal) -> list[ModelEntry]:
+    def _entries(self, principal: Principal, kind: ListedKind | None) -> list[ModelEntry]:
         """Base models by all names, then adapters; `base:adapter` where a plain name would mean
         another."""
         backend = self._context.backend
         cards = {card.name: card for card in backend.models(principal)}
+        bases = [_model_entry(card, name) for card in cards.values() for name in card.names]
+        if kind is ListedKind.BASE:
+            return bases
         adapters = backend.adapters(principal)
         names = [name for card in cards.values() for name in card.names]
         num_named = Counter([*names, *(adapter.name for adapter in adapters)])
-        entries = [_model_entry(card, name) for card in cards.values() for name in card.names]
+        entries = [] if kind is ListedKind.ADAPTER else bases
         for adapter in adapters:
             is_unique = num_named[adapter.name] == 1
             name = adapter.name if is_unique else f"{adapter.model}:{adapter.name}"
@@ -146,6 +183,22 @@ def _model_entry(card: ModelCard, name: str) -> ModelEntry:
         root=card.name,
         parent=None,
         max_model_len=card.max_model_len,
+        device=card.device,
+        device_name=card.device_name or None,
+        dtype=card.dtype,
+        quantization=card.quantization,
+        num_labels=card.classes.num_labels or UNSET,
+        capabilities=Capabilities(
+            chat=card.generates and card.has_chat_template,
+            tools=card.generates and card.has_chat_template,
+            reasoning=(card.generates and card.has_chat_template and card.chat.separates_reasoning),
+            images=False,
+            completions=card.generates,
+            embeddings=card.encoder is None and not card.vectors.problem,
+            scores=not card.scores.problem,
+            classification=card.classes.num_labels > 0,
+        ),
+        defaults=_DEFAULTS,
     )
 
 
@@ -156,4 +209,5 @@ def _adapter_model_entry(adapter: AdapterCard, base: ModelCard, name: str) -> Mo
         root=base.name,
         parent=base.name,
         max_model_len=base.max_model_len,
+        num_labels=adapter.num_labels or UNSET,
     )

@@ -33,10 +33,12 @@ from loraplex.frontends.openai.errors import raise_all
 from loraplex.frontends.openai.sampling import chat_sampling, completion_sampling, sent_names
 from loraplex.frontends.openai.schema import (
     ChatBody,
+    CompareBody,
     CompletionBody,
     ContentPart,
     GenerationBody,
     Message,
+    PooledBody,
     SamplingBody,
     TokenizeBody,
 )
@@ -80,6 +82,12 @@ def completion_requests(
         refuse_unsupported(body)
     if not body.model_fields_set.isdisjoint(_CHECKED):
         _check_generation(body)
+    if body.echo and target.model.encoder is not None:
+        raise UnsupportedFeatureError(
+            f"model {target.model.name!r} has an encoder, so its output does not continue the "
+            "prompt: leave out echo",
+            param="echo",
+        )
     sampling = completion_sampling(body, target.model.vocab_size)
     requested = prompts(body.prompt, max_prompts)
     _check_sequences(len(requested), sampling)
@@ -94,6 +102,12 @@ def completion_requests(
             adapters,
             add_special_tokens=body.add_special_tokens is not False,
             repeated_bytes=REPEATED_BYTES * (bool(body.echo) + bool(body.return_token_ids)),
+            decoder_prompt=(
+                tuple(body.decoder_prompt)
+                if isinstance(body.decoder_prompt, list)
+                else body.decoder_prompt
+            ),
+            forced_bos_token_id=body.forced_bos_token_id,
         )
         for prompt, adapters in zip(requested, chosen, strict=True)
     )
@@ -119,7 +133,7 @@ def _request(
         load_policy=LoadPolicy(body.load_lora_weights or LoadPolicy.AUTO),
         priority=body.priority or 0,
         timeout_seconds=body.timeout_seconds,
-        truncation=None if body.truncate_prompt_tokens is None else _truncation(body),
+        truncation=None if body.truncate_prompt_tokens is None else truncation(body),
         cache_salt=body.cache_salt or "",
         **fields,
     )
@@ -136,11 +150,16 @@ def check_chat(body: ChatBody) -> None:
             "give max_tokens or max_completion_tokens, not both", param="max_completion_tokens"
         )
     if body.continue_final_message and body.add_generation_prompt:
-        raise InvalidParameterError(
-            "continue_final_message goes on with the last message, add_generation_prompt begins a "
-            "new one: give one of them",
-            param="continue_final_message",
-        )
+        raise two_beginnings()
+
+
+def two_beginnings() -> InvalidParameterError:
+    """Return the refusal of a body whose output would be in the last message and in a new one."""
+    return InvalidParameterError(
+        "continue_final_message goes on with the last message, add_generation_prompt begins a "
+        "new one: give one of them",
+        param="continue_final_message",
+    )
 
 
 class Conversation(NamedTuple):
@@ -170,16 +189,19 @@ def requests_of_chat(
 ) -> tuple[GenerateRequest, ...]:
     """The request for a checked body whose conversation has been rendered into the prompt."""
     sampling = chat_sampling(body, target.model.vocab_size)
-    grammar = completion_grammar(reading, sampling.grammar)
+    if reading.tool_use is not None or sampling.grammar is not None:
+        sampling = msgspec.structs.replace(
+            sampling, grammar=completion_grammar(reading, sampling.grammar)
+        )
     return (
         _request(
             body,
             target,
             origin,
-            msgspec.structs.replace(sampling, grammar=grammar),
+            sampling,
             reading.prompt,
             adapter_choices(body, target, origin.adapter)[0],
-            shown_special_ids=reading.chat_format.shown_ids(has_tools=reading.tool_use is not None),
+            shown_special_ids=reading.chat_format.shown_ids[reading.tool_use is not None],
             # The template has written them already.
             add_special_tokens=body.add_special_tokens is True,
             repeated_bytes=REPEATED_BYTES * bool(body.echo),
@@ -187,20 +209,20 @@ def requests_of_chat(
     )
 
 
-def prompts(prompt: str | list[Any], max_prompts: int) -> list[Prompt]:
-    """The four shapes of `prompt` as a list of texts or token ids."""
+def prompts(prompt: str | list[Any], max_prompts: int, field: str = "prompt") -> list[Prompt]:
+    """The four shapes of `prompt`, the value of a field, as a list of texts or token ids."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidParameterError(
-            "prompt is an empty list: it has nothing to go on", param="prompt"
+            f"{field} is an empty list: it has nothing to go on", param=field
         )
     if isinstance(prompt[0], int):
         return [tuple(prompt)]
     if len(prompt) > max_prompts:
         raise InvalidParameterError(
-            f"prompt has {len(prompt)} prompts; at most {max_prompts} are allowed in one request",
-            param="prompt",
+            f"{field} has {len(prompt)} {field}s; at most {max_prompts} are allowed in one request",
+            param=field,
         )
     return [item if isinstance(item, str) else tuple(item) for item in prompt]
 
@@ -218,23 +240,35 @@ def _check_generation(body: GenerationBody) -> None:
         raise InvalidParameterError(
             "prompt_logprobs is not for stream: true", param="prompt_logprobs"
         )
+    check_salt(body)
+    check_priority(body)
+
+
+def check_salt(body: GenerationBody | PooledBody) -> None:
     if body.cache_salt is not None and not 0 < len(body.cache_salt) <= MAX_CACHE_SALT:
         raise InvalidParameterError(
             f"cache_salt must have 1 to {MAX_CACHE_SALT} characters, got {len(body.cache_salt)}",
             param="cache_salt",
         )
-    check_priority(body)
 
 
-def _truncation(body: GenerationBody) -> PromptTruncation:
-    most = body.truncate_prompt_tokens or 0
+def truncation(
+    body: GenerationBody | PooledBody, default: TruncationSide = TruncationSide.LEFT
+) -> PromptTruncation | None:
+    """Return what is left of prompts that are too long; None: they are errors.
+
+    default: the side where tokens are taken away if the body names none.
+    """
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return None
     if most != ALL_THAT_FIT and most < 1:
         raise InvalidParameterError(
             f"truncate_prompt_tokens must be at least 1, or {ALL_THAT_FIT} for the maximum, "
             f"got {most}",
             param="truncate_prompt_tokens",
         )
-    side = TruncationSide(body.truncation_side or TruncationSide.LEFT)
+    side = TruncationSide(body.truncation_side or default)
     return PromptTruncation(None if most == ALL_THAT_FIT else most, side)
 
 
@@ -248,7 +282,7 @@ def _check_sequences(num_prompts: int, sampling: SamplingParams) -> None:
         )
 
 
-def check_priority(body: SamplingBody) -> None:
+def check_priority(body: SamplingBody | PooledBody) -> None:
     if abs(body.priority or 0) > MAX_PRIORITY:
         raise InvalidParameterError(
             f"priority must be in [{-MAX_PRIORITY}, {MAX_PRIORITY}], got {body.priority}",
@@ -280,7 +314,7 @@ def chat_messages(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
     return shown
 
 
-def begins_a_turn(body: ChatBody | TokenizeBody) -> bool:
+def begins_a_turn(body: ChatBody | CompareBody | TokenizeBody) -> bool:
     """Whether the template writes the beginning of the assistant's turn."""
     return body.add_generation_prompt is not False and not body.continue_final_message
 

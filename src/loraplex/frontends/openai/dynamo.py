@@ -10,6 +10,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from loraplex.core.errors import LoraplexError
+from loraplex.frontends.field_names import as_sent
 from loraplex.frontends.openai.adapter_schema import DynamoLoadBody
 from loraplex.frontends.openai.adapters import AdapterEndpoints
 from loraplex.frontends.openai.context import OpenAIContext, json_response
@@ -60,7 +62,10 @@ class DynamoEndpoints:
             path=body.source.uri,
             replace=True,
         )
-        await until_disconnect(request.receive, load)
+        try:
+            await until_disconnect(request.receive, load)
+        except LoraplexError as error:
+            raise as_sent(error, {"path": "source.uri"}) from None
         return _done(body.lora_name, "loaded")
 
     @described(json_of(DynamoLora), tag="adapters", errors=ANY_ERROR)

@@ -150,14 +150,14 @@ class GenerationEndpoints:
             field = adapter_field(body, request.headers.get(ADAPTER_HEADER, ""))
             if field and isinstance(error, AdapterNotFoundError):
                 error = AdapterNotFoundError(f"{field}: {error.message}", param=field)
-            return as_sent(error, sent_names(body))
+            names = {"adapter": "adapters" if body.adapters else "model"}
+            return as_sent(error, {**names, **sent_names(body)})
 
         def writer() -> ResponseWriter:
             as_ids = bool(body.return_tokens_as_token_ids)
             texts = TokenTexts(backend, requests[0].model, as_ids=as_ids)
             return self._dialect.writer(new_writer(call, texts), body, texts)
 
-        work_of = _work_of(call)
         if body.stream:
             ready = ReadyOutput()
             return ChunkStream(
@@ -165,13 +165,13 @@ class GenerationEndpoints:
                 writer(),
                 request_id(request),
                 self._dialect.errors,
-                work_of=work_of,
+                work_of=_work_of(call),
                 ready=ready,
             )
         whole = await until_disconnect(
             request.receive, gather_all(backend, requests, principal, reworded)
         )
-        work = sum(map(work_of, enumerate(whole)))
+        work = sum(map(_work_of(call), enumerate(whole)))
         response = await done(lambda: json_response(writer().body(whole)), work)
         response.headers.update(adapter_headers(*whole))
         return response

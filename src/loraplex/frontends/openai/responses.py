@@ -5,7 +5,7 @@ and because a chunk is encoded for every token.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -230,6 +230,36 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     loraplex: Details | UnsetType = UNSET
 
 
+class Capabilities(Struct, frozen=True, kw_only=True):
+    """Kinds of requests that a base model accepts."""
+
+    chat: bool
+    """Whether it has a chat template."""
+    tools: bool
+    """Whether chats may have tools: a template without them gets them in the messages."""
+    reasoning: bool
+    """Whether its reasoning is returned apart from the content."""
+    images: bool
+    """Whether messages may have images."""
+    completions: bool
+    """Whether it generates text: it has an output layer."""
+    embeddings: bool
+    """Whether it gives vectors of texts, as its folder describes them."""
+    scores: bool
+    """Whether it scores pairs of texts without an adapter, as its folder states."""
+    classification: bool
+    """Whether it has a classification head. Adapters may have their own: see `num_labels`."""
+
+
+class FieldDefaults(Struct, frozen=True, kw_only=True):
+    """Default value of each field of a body, by route; null: nothing is applied, or the value
+    depends on the request or on a setting."""
+
+    compare: dict[str, Any]
+    chat: dict[str, Any]
+    completion: dict[str, Any]
+
+
 class ModelEntry(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["model"] = "model"
@@ -240,6 +270,18 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
     parent: str | None
     """An adapter's base model."""
     max_model_len: int
+    device: str | UnsetType = UNSET
+    """cpu, cuda or cuda:N. This and the next are of base models only."""
+    device_name: str | UnsetType | None = UNSET
+    """Name of the GPU or processor; null until the engine has started once."""
+    dtype: str | UnsetType = UNSET
+    """Data type of the weights that are not quantized, and of the arithmetic."""
+    quantization: str | UnsetType | None = UNSET
+    """Precision or stored format of the linear weights; null: they have the type `dtype`."""
+    num_labels: int | UnsetType = UNSET
+    """Labels of the classification head, of a base model or an adapter that has one."""
+    capabilities: Capabilities | UnsetType = UNSET
+    defaults: FieldDefaults | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True):

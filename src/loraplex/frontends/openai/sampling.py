@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from loraplex.core.adapter import LoadPolicy
 from loraplex.core.beam_search import BeamSearch, EarlyStopping
 from loraplex.core.errors import (
     InvalidParameterError,
@@ -36,6 +37,12 @@ _NO_BEAMS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 _SEQUENCES: Final = frozenset({"n", "best_of", "use_beam_search", *_NO_BEAMS})
 
 
+CHAT_SAMPLING: Final = SamplingParams(max_tokens=None)
+"""Sampling of a chat whose body sets nothing."""
+COMPARE_SAMPLING: Final = SamplingParams(temperature=0.0)
+"""Sampling of a comparison: greedy, so that only the adapters differ."""
+
+
 def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams:
     if body.max_tokens == 0:
         raise InvalidParameterError(
@@ -56,7 +63,7 @@ def completion_sampling(body: CompletionBody, vocab_size: int) -> SamplingParams
 
 def chat_sampling(body: ChatBody, vocab_size: int) -> SamplingParams:
     fields: dict[str, Any] = {
-        "max_tokens": body.max_tokens,
+        "max_tokens": CHAT_SAMPLING.max_tokens if body.max_tokens is None else body.max_tokens,
         "prompt_logprobs": body.prompt_logprobs,
     }
     if body.max_completion_tokens is not None:
@@ -233,3 +240,18 @@ SYNONYMS: Final[Mapping[str, str]] = MappingProxyType(
     {field.name: field.synonym for field in FIELDS if field.synonym} | {"request_id": "rid"}
 )
 """Our name (vLLM's): the other one (LoRAX's or SGLang's)."""
+
+
+def default_fields(
+    sampling: SamplingParams, *, add_special_tokens: bool | None = None
+) -> dict[str, Any]:
+    """Return the default of each common field by its name on the wire, for a route that begins with
+    these parameters. None: nothing is applied, or the value depends on the request or a setting."""
+    parameters = {"max_tokens": "max_tokens"} | {field.name: field.parameter for field in FIELDS}
+    values = {name: getattr(sampling, parameter) for name, parameter in parameters.items()}
+    return {name: None if value == () else value for name, value in values.items()} | {
+        "add_special_tokens": add_special_tokens,
+        "load_lora_weights": LoadPolicy.AUTO.value,
+        "priority": 0,
+        "timeout_seconds": None,
+    }

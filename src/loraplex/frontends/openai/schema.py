@@ -6,9 +6,11 @@ checked here: SamplingParams knows them. A field that is not declared is kept as
 The text under a field is its row's note in docs/fields-openai.md.
 """
 
+from collections.abc import Mapping
 from typing import (
     Annotated,
     Any,
+    ClassVar,
     Literal,
     NotRequired,  # typing's own is too old before Python 3.12
     TypeVar,
@@ -45,6 +47,10 @@ EXPECTED = {
     "lora_path": "an adapter's name, or a list with a name or null for each prompt",
     "guided_choice": "a list of strings",
     "early_stopping": 'true, false or "never"',
+    "entries[].prompt": "a string or a list of token ids",
+    "entries[].messages": "a list of messages",
+    "entries[].messages[]": "an object with a role and a content",
+    "entries[].messages[].content": "a string or a list of content parts",
     "input": "a text or a list of items",
 }
 """What is right where a field takes more than one type: texts for an error message."""
@@ -72,6 +78,8 @@ class JsonBody(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="allow", frozen=True, use_attribute_docstrings=True
     )
+    expected: ClassVar[Mapping[str, str]] = {}
+    """Texts that replace those of EXPECTED here."""
 
 
 class ClosedBody(JsonBody):
@@ -190,8 +198,8 @@ class SamplingBody(JsonBody):
     """The request ends with an error when the time is up."""
 
 
-class AdaptedBody(SamplingBody):
-    """Sampling fields and adapters."""
+class AdapterFields(JsonBody):
+    """Adapters of what is requested."""
 
     lora_model: str | None = None
     """An adapter of the base model."""
@@ -203,6 +211,10 @@ class AdaptedBody(SamplingBody):
     """How strongly the one adapter is applied; 1 if it is absent."""
     adapters: list[Any] | None = None
     """Several, added up: names, or objects with name, task_id or digest, and scale."""
+
+
+class AdaptedBody(SamplingBody, AdapterFields):
+    """Sampling fields and adapters."""
 
 
 class GenerationBody(AdaptedBody):
@@ -254,7 +266,11 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     """Number of likely tokens returned for each position, the end token's too; up to 20."""
     echo: bool | None = None
-    """The output begins with the prompt."""
+    """The output begins with the prompt. Refused for models with an encoder."""
+    decoder_prompt: str | list[int] | None = None
+    """Models with an encoder: beginning of the output, a text without special tokens or ids."""
+    forced_bos_token_id: int | None = None
+    """Models with an encoder: token after the first one, such as a target language."""
 
 
 _Element = TypeVar("_Element")
@@ -335,14 +351,243 @@ class ChatBody(GenerationBody):
     """Return `prompt_text`: the rendered template."""
 
 
+class PooledBody(AdapterFields, ClosedBody):
+    """What routes of vectors, labels and scores have in common."""
+
+    model: str | None = None
+    """A base model, an adapter, or `base:adapter`; absent: the first base model."""
+    user: str | None = None
+    """No effect: tenants are distinguished by their API keys."""
+    add_special_tokens: bool | None = None
+    """False: the tokenizer puts no tokens before or after a text."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many tokens of a longer text, with those that the tokenizer puts around it; -1:
+    the most that fit."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where truncate_prompt_tokens takes tokens away; right if absent."""
+    load_lora_weights: Literal["auto", "always", "never"] | None = None
+    """Same as in a completion."""
+    cache_salt: str | None = None
+    """Same as in a completion."""
+    priority: int | None = None
+    """Lower is sooner; 0 is usual."""
+    timeout_seconds: float | None = None
+    """The request ends with an error when the time is up."""
+    request_id: str | None = None
+    """Id of the response, if there is no x-request-id header."""
+
+
+class EmbeddingBody(PooledBody):
+    """POST /v1/embeddings, with fields of vLLM and of sentence-transformers."""
+
+    expected = {"input": "a string, a list of strings, a list of token ids or a list of such lists"}
+
+    input: Prompt
+    """A text, a list of texts, token ids, or a list of these; up to 2048."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`float` is a list of numbers, `base64` their bytes: float32, little-endian. Default: float;
+    the openai package requests base64."""
+    dimensions: int | None = None
+    """Keep so many first values, and divide by the length that is left."""
+    normalize: bool | None = None
+    """Divide by the length; absent: as the model's folder states, and true with `dimensions`."""
+    use_activation: bool | None = None
+    """Synonym of normalize."""
+    prompt_name: str | None = None
+    """The prompt that is put before each text, of the adapter's folder if it has prompts, else of
+    the model's; absent: its default."""
+
+
+class ClassifyBody(PooledBody):
+    """POST /classify of vLLM."""
+
+    expected = {"input": "a string, a list of strings, a list of token ids or a list of such lists"}
+
+    input: Prompt | None = None
+    """A text, a list of texts, token ids, or a list of these; up to 2048. This or messages."""
+    messages: Messages | None = None
+    """A conversation, as in a chat: it is classified as one text."""
+    use_activation: bool | None = None
+    """False: scores instead of probabilities."""
+    add_special_tokens: bool | None = None
+    """Tokens that the tokenizer puts around a text; true for input and false for messages, if it is
+    absent."""
+    add_generation_prompt: bool | None = None
+    """The template of messages writes the beginning of the assistant's turn; false if absent."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Same as in a chat."""
+
+
+class PoolingBody(EmbeddingBody):
+    """POST /pooling of vLLM."""
+
+    task: str | None = None
+    """`embed` (the default) gives vectors, `classify` the values of the classification head."""
+    use_activation: bool | None = None
+    """Synonym of normalize; of labels: false gives the head's values as they are."""
+
+
+class TruncatedBody(PooledBody):
+    """What routes of Text Embeddings Inference have in common."""
+
+    truncate: bool | None = None
+    """Cut texts that are too long; else they are errors."""
+    truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
+    """Where tokens are taken away; Right if absent."""
+
+
+class TeiEmbedBody(TruncatedBody):
+    """POST /embed of Text Embeddings Inference."""
+
+    expected = {"inputs": "a string or a list of strings"}
+
+    inputs: str | Texts
+    """A text or a list of texts, up to 2048."""
+    normalize: bool | None = None
+    """Divide by the length; true if absent."""
+    prompt_name: str | None = None
+    """The prompt that is put before each text, of the adapter's folder if it has prompts, else of
+    the model's; absent: its default."""
+    dimensions: int | None = None
+    """Keep so many first values, and divide by the length that is left."""
+
+
+class TeiPredictBody(TruncatedBody):
+    """POST /predict of Text Embeddings Inference."""
+
+    expected = {"inputs": "a string, or a list of lists of one string each"}
+
+    inputs: str | Annotated[list[Texts], Field(fail_fast=True)]
+    """A text, or a list with a list of one text each, up to 2048."""
+    raw_scores: bool | None = None
+    """The values of the classification head as they are; else probabilities."""
+
+
+class CohereEmbedBody(PooledBody):
+    """POST /v2/embed of Cohere."""
+
+    texts: Texts
+    """Up to 2048."""
+    input_type: (
+        Literal["search_document", "search_query", "classification", "clustering"] | None
+    ) = None
+    """Which prompt of the model's folder is put before each text: `query`, `document` (or
+    `passage`, `corpus`), `classification` or `clustering`, if it has that one; else its default."""
+    embedding_types: (
+        Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(fail_fast=True)]
+        | None
+    ) = None
+    """`float` if absent. `binary` and `ubinary` have the signs of the values, eight in a byte."""
+    output_dimension: int | None = None
+    """Keep so many first values, and divide by the length that is left."""
+    truncate: Literal["NONE", "START", "END"] | None = None
+    """Where texts that are too long are cut; END if absent, NONE: they are errors."""
+    max_tokens: int | None = None
+    """Longer texts are too long; absent: as many tokens as the model takes."""
+
+
+class PairBody(PooledBody):
+    """What routes have in common that score pairs of a query and a document."""
+
+    instruction: str | None = None
+    """What the model is to look for, if its prompt has a place for it; absent: the model's own."""
+    max_tokens_per_query: int | None = None
+    """Cut queries to so many tokens; for embedding models only."""
+    max_tokens_per_doc: int | None = None
+    """Cut documents to so many tokens; what stands after them in the prompt stays."""
+    use_activation: bool | None = None
+    """False: what the model yields, without the sigmoid."""
+
+
+class ScoreBody(PairBody):
+    """POST /score of vLLM, and of SGLang if it has `label_token_ids`."""
+
+    expected = {
+        "items": "a string, a list of strings or a list of lists of token ids",
+        "query": "a string or a list of token ids",
+        **dict.fromkeys(
+            ("queries", "documents", "text_1", "text_2", "data_1", "data_2"),
+            "a string or a list of strings",
+        ),
+    }
+
+    queries: str | Texts | None = None
+    """One, for all documents, or one for each."""
+    documents: str | Texts | None = None
+    """A text or a list of texts, up to 2048; goes with `queries`."""
+    text_1: str | Texts | None = None
+    """Synonym of queries, with `text_2`."""
+    text_2: str | Texts | None = None
+    """Synonym of documents, with `text_1`."""
+    data_1: str | Texts | None = None
+    """Synonym of queries, with `data_2`."""
+    data_2: str | Texts | None = None
+    """Synonym of documents, with `data_1`."""
+    items: (
+        str
+        | Texts
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_TOKEN_LISTS)]
+        | None
+    ) = None
+    """Synonym of documents; with `label_token_ids` each follows the query."""
+    query: str | TokenIds | None = None
+    """SGLang's, with `label_token_ids`: stands before each item."""
+    label_token_ids: TokenIds | None = None
+    """SGLang's: the tokens whose probabilities after query and item are returned."""
+    apply_softmax: bool | None = None
+    """SGLang's: the probabilities of these tokens add up to 1; else they are those among all tokens
+    of the model."""
+    item_first: bool | None = None
+    """SGLang's: each item stands before the query."""
+
+
+class RerankBody(PairBody, TruncatedBody):
+    """POST /rerank of vLLM, Jina and Cohere, and of Text Embeddings Inference if it has `texts`."""
+
+    expected = {
+        "documents": "a list of strings or of objects with a text",
+        "documents[]": "a string or an object with a text",
+    }
+
+    query: str
+    """What the documents are ranked by."""
+    documents: Annotated[list[str | dict[str, str]], Field(fail_fast=True)] | None = None
+    """Texts, or objects with a `text`; up to 2048."""
+    top_n: int | None = None
+    """Return so many of the best; 0 or absent: all."""
+    return_documents: bool | None = None
+    """Return the documents, too; absent: true, but false in /v2/rerank."""
+    texts: Texts | None = None
+    """TEI's name of documents; the response then has TEI's form."""
+    raw_scores: bool | None = None
+    """TEI's: the same as use_activation with the other value."""
+    return_text: bool | None = None
+    """TEI's: return the texts, too."""
+
+
+class CompareEntryBody(ClosedBody):
+    """One output of POST /v1/compare, with a prompt or a conversation of its own."""
+
+    adapters: Any = None
+    """Null for the base model, an adapter, or a list of adapters."""
+    prompt: Prompt | None = None
+    """One; this or messages."""
+    messages: Messages | None = None
+    seed: int | None = None
+    """Default: the `seed` of the request."""
+
+
 class CompareBody(SamplingBody, ClosedBody):
-    """POST /v1/compare: a prompt or a conversation."""
+    """POST /v1/compare: a prompt or a conversation for all adapters, or one for each output."""
 
     prompt: Prompt | None = None
     """One."""
     messages: Messages | None = None
-    adapters: list[Any]
+    adapters: list[Any] | None = None
     """One output each: null for the base model, an adapter, or a list of adapters."""
+    entries: Annotated[list[CompareEntryBody], Field(fail_fast=True)] | None = None
+    """One output each, with its own prompt or messages, in place of `adapters`, `prompt` and
+    `messages`."""
     logprobs: int | None = None
     """Number of likely tokens returned for each position."""
     stream: bool | None = None
@@ -354,7 +599,16 @@ class CompareBody(SamplingBody, ClosedBody):
     parallel_tool_calls: bool | None = None
     """Same as in a chat."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Same as in a chat; only with messages."""
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CancelBody(ClosedBody):
+    """POST /v1/compare/{id}/cancel."""
+
+    index: int
+    """The output that is to end."""
 
 
 class TokenizeBody(JsonBody):

@@ -12,6 +12,7 @@ from loraplex.core.errors import InvalidParameterError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.frontends.openai.schema import SamplingBody
 from loraplex.frontends.structured_outputs import (
+    COMPACT,
     constraint,
     json_schema,
     structured_outputs,
@@ -53,7 +54,7 @@ def constraint_field(body: SamplingBody) -> str:
     if (body.response_format or {"type": "text"}).get("type") != "text":
         return "response_format"
     for name, value in (body.structured_outputs or {}).items():
-        if value is not None and value is not False:
+        if value is not None and value is not False and name != COMPACT:
             return f"structured_outputs.{name}"
     return next((field for field in _GUIDED if getattr(body, field) is not None), "")
 

@@ -163,14 +163,15 @@ def refuse_undefined(body: JsonBody, more_known: Collection[str] = ()) -> None:
     raise_errors([_undefined(body, field) for field in itertools.islice(undefined, MAX_FAULTS + 1)])
 
 
-def refuse_unknown(body: JsonBody) -> None:
-    """Raise InvalidParameterError for fields that are not in the schema: where a misspelt field
-    must not be a request without it."""
+def refuse_unknown(body: JsonBody, accepted: Collection[str] = ()) -> None:
+    """Raise InvalidParameterError for fields that are not in the schema, nor accepted: where a
+    misspelt field must not be a request without it."""
     known = ", ".join(type(body).model_fields)
     raise_errors(
         [
             InvalidParameterError(f"there is no field {field!r}; known: {known}", param=field)
             for field in body.model_extra or {}
+            if field not in accepted
         ]
     )
 

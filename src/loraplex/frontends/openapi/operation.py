@@ -113,6 +113,11 @@ def json_of(schema: Any, status: int = 200, note: str = "") -> ResponseDoc:
     return ResponseDoc(status, (Media(JSON, schema),), note)
 
 
+def json_of_any(*schemas: Any) -> ResponseDoc:
+    """Return the description of a response in one of several forms."""
+    return ResponseDoc(200, tuple(Media(JSON, schema) for schema in schemas))
+
+
 def events_of(schema: Any, end: str = "") -> Media:
     return Media(EVENTS, schema, end=end)
 

@@ -117,6 +117,7 @@ class Readiness(msgspec.Struct, frozen=True):
     reason: str
 
 
+ONE_MODEL = Parameter("model", "A base model; absent: the default one.")
 _MODEL = Parameter("model", "Only of this base model.")
 
 
@@ -143,15 +144,12 @@ class _HealthEndpoints:
     @described(
         ITERATIONS,
         tag="operations",
-        query=(_MODEL, LIMIT, AFTER_NS),
+        query=(ONE_MODEL, LIMIT, AFTER_NS),
         errors=OF_NAMES,
     )
     async def iterations(self, request: Request) -> Response:
-        """The newest steps of a model, oldest first; with `after_ns` the first later ones.
-
-        `model`: the default one if not given.
-        """
-        return iterations_response(self._backend, self._model(request), request)
+        """The newest steps of a model, oldest first; with `after_ns` the first later ones."""
+        return iterations_response(self._backend, queried_model(self._backend, request), request)
 
     @described(json_of(ServerReport), tag="operations", query=(_MODEL,), errors=OF_NAMES)
     async def stats(self, request: Request) -> Response:
@@ -165,15 +163,17 @@ class _HealthEndpoints:
 
     def _models(self, request: Request) -> list[str]:
         if "model" in request.query_params:
-            return [self._model(request)]
+            return [queried_model(self._backend, request)]
         return [card.name for card in self._backend.models()]
 
-    def _model(self, request: Request) -> str:
-        name = request.query_params.get("model")
-        models = self._backend.models()
-        if name is None and models:
-            return models[0].name
-        return self._backend.model(name or "").card.name
+
+def queried_model(backend: Backend, request: Request) -> str:
+    """Return the model that the query names, or the default one. Raises ModelNotFoundError."""
+    name = request.query_params.get("model")
+    models = backend.models()
+    if name is None and models:
+        return models[0].name
+    return backend.model(name or "").card.name
 
 
 async def _memory(backend: Backend, models: list[str]) -> dict[str, MemoryReport]:

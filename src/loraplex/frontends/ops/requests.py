@@ -16,6 +16,7 @@ from loraplex.frontends.ops.responses import json_response, number, responding_t
 from loraplex.frontends.telemetry.recent_requests import (
     RecentRequest,
     RecentRequests,
+    RequestKind,
     RequestPage,
     RequestQuery,
 )
@@ -35,9 +36,18 @@ _AFTER = Parameter(
     {"type": "integer", "minimum": 0, "maximum": 2**53},
 )
 _TEXT = {"type": "string", "maxLength": _MAX_TEXT}
-_ADAPTER = Parameter("adapter", "Only with this adapter; empty: only without adapters.", _TEXT)
+_ADAPTER = Parameter(
+    "adapter", "Only with or about this adapter; empty: only without adapters.", _TEXT
+)
 _STATUS = Parameter(
     "status", "Only `open` ones, `ok`, `error`, or those with this status of HTTP or gRPC.", _TEXT
+)
+_MODEL = Parameter("model", "Only with this base model.", _TEXT)
+_KIND = Parameter(
+    "kind",
+    "`adapter`: only loads, changes and descriptions of adapters, and uploads; `generation`: only "
+    "others.",
+    {"enum": [*RequestKind]},
 )
 _TENANT = Parameter("tenant", "Only of this tenant; operators only. Absent: of all.", _TEXT)
 
@@ -76,13 +86,14 @@ class RequestEndpoint:
     @described(
         json_of(RequestList),
         tag="requests",
-        query=(_AFTER, _LIMIT, _ADAPTER, _STATUS, _TENANT),
+        query=(_AFTER, _LIMIT, _ADAPTER, _MODEL, _KIND, _STATUS, _TENANT),
         errors=(*OF_KEYS, InvalidParameterError),
     )
     async def requests(self, request: Request) -> Response:
         """The newest requests of the caller's tenant, open and ended, with the time of each phase.
 
-        Operators see those of all tenants. Requests that neither generate nor fail are left out.
+        Operators see those of all tenants. Requests that neither generate, nor change an adapter,
+        nor fail are left out.
         """
         query = self._query(request, principal_of(request.scope, self._authenticate))
         pages = [self._recent.page(query, self._telemetry.open_requests)]
@@ -102,7 +113,7 @@ class RequestEndpoint:
 
     def _query(self, request: Request, principal: Principal) -> RequestQuery:
         given = request.query_params
-        for name in ("adapter", "status", "tenant"):
+        for name in ("adapter", "model", "status", "tenant"):
             if len(given.get(name, "")) > _MAX_TEXT:
                 raise InvalidParameterError(
                     f"{name} must have at most {_MAX_TEXT} characters", param=name
@@ -114,6 +125,11 @@ class RequestEndpoint:
             elif not principal.rights.operator:
                 tenant = principal.tenant
         limit = number(given.get("limit"), _LIMIT)
+        kind = given.get("kind")
+        if kind is not None and kind not in tuple(RequestKind):
+            raise InvalidParameterError(
+                f"kind must be one of {', '.join(RequestKind)}, got {kind[:64]!r}", param="kind"
+            )
         return RequestQuery(
             until=self._recent.now(),
             limit=_DEFAULT_LIMIT if limit is None else limit,
@@ -121,6 +137,8 @@ class RequestEndpoint:
             tenant=tenant,
             adapter=given.get("adapter"),
             status=given.get("status"),
+            model=given.get("model"),
+            kind=None if kind is None else RequestKind(kind),
         )
 
 

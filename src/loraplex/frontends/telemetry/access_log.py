@@ -69,6 +69,7 @@ def generation_fields(record: GenerationRecord) -> dict[str, Any]:
     client_id = record.request.client_request_id
     return {
         "model": record.request.model,
+        "task": record.request.task.name,
         "adapters": record.adapters,
         "client_request_id": client_id[:256] or None,
         "prompt_tokens": record.num_prompt_tokens,

@@ -1,10 +1,13 @@
 """The newest requests that ended, and those that are open: without prompts and outputs.
 
 Each front-end process keeps its own. Those of a tenant that sends many do not displace the others'
-requests. Requests without a valid key, and those that neither generate nor fail, are not kept.
+requests. Requests without a valid key, and those that neither generate, nor change an adapter, nor
+fail, are not kept.
 """
 
 import collections
+import enum
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +17,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from loraplex.core.errors import (
+    InvalidParameterError,
+    LoraplexError,
+    PromptTooLongError,
+    UnsupportedFeatureError,
+)
 from loraplex.core.output import ResolvedAdapter
 from loraplex.frontends.telemetry.access_log import generation_fields, request_fields
 from loraplex.serving.wire_request import GenerationRecord, WireRequest
@@ -21,8 +30,28 @@ from loraplex.serving.wire_request import GenerationRecord, WireRequest
 MAX_GENERATIONS: Final = 8
 _MAX_PATH: Final = 200
 _MAX_NAME: Final = 256
+MAX_MESSAGE: Final = 500
+"""Characters of an error's message."""
+_ADAPTER_ROUTES: Final = (
+    *("/v1/adapters", "/v1/uploads", "/v1/loras"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+"""Beginnings of the routes that are about adapters, also where the name could not be read."""
+_OF_PROMPTS: Final = re.compile(
+    r"(^|[.\]])(prompts?|messages|inputs?|text|text_input|query|content|documents|suffix|tokens)\b",
+    re.IGNORECASE,
+)
+"""Parameters whose values are texts of prompts, on any wire."""
+_VALUE: Final = ", got "
+"""What comes before a value in the message of a refusal."""
 _MEAN_BYTES: Final = 4096
 """Memory of all kept requests, divided by their greatest number."""
+
+
+class RequestKind(enum.StrEnum):
+    GENERATION = "generation"
+    ADAPTER = "adapter"
+    """Loads, changes and descriptions of adapters, and uploads."""
 
 
 class Phases(Struct, frozen=True, kw_only=True):
@@ -46,6 +75,8 @@ class RecentGeneration(Struct, frozen=True, kw_only=True):
     """One prompt of a request."""
 
     model: str
+    task: str
+    """`generate`, `embed`, `classify` or `score`."""
     adapters: tuple[ResolvedAdapter, ...]
     client_request_id: str | None
     prompt_tokens: int
@@ -85,6 +116,14 @@ class RecentRequest(Struct, frozen=True, kw_only=True):
     """Status of HTTP, or code of gRPC."""
     error: str | None
     """Code of the error."""
+    message: str | None
+    """Message of the error, at most 500 characters, without values of prompts; null if there is no
+    error, or nothing of its message may be shown."""
+    kind: RequestKind
+    model: str | None
+    """Base model of its generations, or of its `subject`; null: none was found."""
+    subject: str | None
+    """Adapter that it loads, changes or describes."""
     seconds: float | None
     """Null: it is open."""
     prompt_tokens: int
@@ -108,6 +147,9 @@ class RequestQuery(Struct, frozen=True, kw_only=True):
     """Name of one of its adapters; empty: the base model alone."""
     status: str | None = None
     """`open`, `ok`, `error`, or a status of HTTP or code of gRPC."""
+    model: str | None = None
+    """Base model of one of its generations, or of its subject."""
+    kind: RequestKind | None = None
 
     def cut(self, found: list[Any]) -> list[Any]:
         """Return at most `limit` of the requests, which are in order."""
@@ -142,17 +184,32 @@ class _Facts(NamedTuple):
     status: str
     """Empty: it is open."""
     has_failed: bool
+    kind: RequestKind
+    models: frozenset[str]
     adapters: frozenset[str]
+    """Names of its generations' adapters, and its subject."""
 
     @classmethod
     def of(cls, request: WireRequest) -> "_Facts":
-        names = (each.name for record in request.generations for each in record.adapters)
-        return cls(request.tenant, request.status, bool(request.error_code), frozenset(names))
+        names = [each.name for record in request.generations for each in record.adapters]
+        models = [record.request.model for record in request.generations]
+        return cls(
+            tenant=request.tenant,
+            status=request.status,
+            has_failed=request.failure is not None,
+            kind=kind_of(request),
+            models=frozenset(filter(None, (*models, request.model))),
+            adapters=frozenset(filter(None, (*names, request.subject))),
+        )
 
     def match(self, query: RequestQuery) -> bool:
         if query.tenant not in (None, self.tenant):
             return False
         if query.adapter is not None and not self._has(query.adapter):
+            return False
+        if query.model is not None and query.model not in self.models:
+            return False
+        if query.kind not in (None, self.kind):
             return False
         match query.status:
             case None:
@@ -193,7 +250,7 @@ class RecentRequests:
 
     def __call__(self, request: WireRequest) -> None:
         """Keep a request that has ended."""
-        is_of_interest = request.generations or request.error_code
+        is_of_interest = request.generations or request.error_code or request.changes_adapter
         if not self._most or not request.tenant or not is_of_interest:
             return
         with self._lock:
@@ -255,8 +312,13 @@ def recent_request(request: WireRequest, number: int) -> RecentRequest:
     """Describe a request. number: its id; 0: it is open."""
     fields = request_fields(request)
     fields["path"] = fields["path"][:_MAX_PATH]
+    model = request.model or next((each.request.model for each in request.generations), "")
     return RecentRequest(
         **fields,
+        message=shown_message(request.failure),
+        kind=kind_of(request),
+        model=model[:_MAX_NAME] or None,
+        subject=request.subject[:_MAX_NAME] or None,
         id=number,
         phase="ended" if number else _phase(request.generations),
         num_generations=len(request.generations),
@@ -264,6 +326,29 @@ def recent_request(request: WireRequest, number: int) -> RecentRequest:
             _generation(record, request) for record in request.generations[:MAX_GENERATIONS]
         ),
     )
+
+
+def kind_of(request: WireRequest) -> RequestKind:
+    is_about_adapter = request.subject or request.route.startswith(_ADAPTER_ROUTES)
+    return RequestKind.ADAPTER if is_about_adapter else RequestKind.GENERATION
+
+
+def shown_message(error: LoraplexError | None) -> str | None:
+    """Return what may be shown of an error's message: no text that a prompt may have.
+
+    Refusals repeat the value that they refuse, and a chat template raises what it likes.
+    """
+    if error is None:
+        return None
+    if faults := getattr(error, "__notes__", None):  # several, each about a parameter of its own
+        return "; ".join(fault.partition(_VALUE)[0] for fault in faults)[:MAX_MESSAGE]
+    message = error.message
+    is_about_prompt = error.param is None or _OF_PROMPTS.search(error.param)
+    if is_about_prompt and not isinstance(error, PromptTooLongError | UnsupportedFeatureError):
+        if error.param is not None and not isinstance(error, InvalidParameterError):
+            return None
+        message = message.partition(_VALUE)[0]
+    return message[:MAX_MESSAGE]
 
 
 def _phase(records: Sequence[GenerationRecord]) -> str:

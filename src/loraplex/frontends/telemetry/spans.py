@@ -17,6 +17,8 @@ AttributeValue = str | int | float | list[str]
 Attributes = Mapping[str, AttributeValue]
 
 PROVIDER = "loraplex"
+_POOLED = MappingProxyType({"embed": "embeddings"})
+"""Operations by the name of a task that generates nothing; any other is that name."""
 _OUR_GRPC_FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE")
 """Codes that, together with DATA_LOSS, make a server's span an error; others are the client's."""
 
@@ -37,9 +39,8 @@ class SpanTree:
 def span_tree(request: WireRequest) -> SpanTree:
     """The request's own span around one for each of its prompts."""
     offset_ns = request.started_unix_ns - request.started_ns
-    operation = "chat" if request.path.endswith("/chat/completions") else "text_completion"
     generations = (
-        _generation(record, operation, request.ended_ns, offset_ns)
+        _generation(record, _operation(request, record), request.ended_ns, offset_ns)
         for record in request.generations
     )
     return SpanTree(
@@ -50,6 +51,13 @@ def span_tree(request: WireRequest) -> SpanTree:
         failure=_failure(request),
         children=tuple(generations),
     )
+
+
+def _operation(request: WireRequest, record: GenerationRecord) -> str:
+    task = record.request.task
+    if not isinstance(task, Generate):
+        return _POOLED.get(task.name, task.name)
+    return "chat" if request.path.endswith("/chat/completions") else "text_completion"
 
 
 def _name(request: WireRequest) -> str:

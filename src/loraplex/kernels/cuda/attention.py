@@ -111,12 +111,14 @@ class CudaAttention:
         storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, H, D], heads contiguous -> [T, H, D]; zeros for tokens that no row has.
 
         sink_logits [H] float32, contiguous. (Of rows without tokens FlashInfer makes anything.)
         """
         assert isinstance(plan, CudaAttentionPlan)
+        assert position_bias is None, "models with such a bias are not loaded on a GPU"
         assert query.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.num_tokens is None:

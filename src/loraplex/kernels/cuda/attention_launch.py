@@ -106,6 +106,7 @@ class AttentionLaunch:
             bool(rules.alibi_slopes),
             rules.window if has_window else 0,
             rules.num_sink_tokens if has_window else 0,
+            rules.is_causal,
         )
         return AttentionConstants(*map(tl.constexpr, constants))
 

@@ -1,12 +1,13 @@
 """The backend of a GPU: Triton kernels, cuBLAS, and CUDA graphs of whole steps."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.channel import DeviceChannel
-from loraplex.kernels.cuda import elementwise, experts, sampling
+from loraplex.kernels.cuda import convolution, elementwise, experts, recurrence, sampling
 from loraplex.kernels.cuda.attention import CudaAttention, CudaAttentionPlan
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.grouped_linear import GroupedLinear
@@ -15,8 +16,15 @@ from loraplex.kernels.cuda.linear_packing import squared_row_norms
 from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import Parameter
+from loraplex.kernels.ops import (
+    AttentionPlan,
+    AttentionRules,
+    AttentionShape,
+    Parameter,
+    RowLayout,
+)
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.reference_attention import TilePlan
 
 
 class CudaKernels(ReferenceKernels):
@@ -73,12 +81,28 @@ class CudaKernels(ReferenceKernels):
         self.rms_norm, self.add_rms_norm = elementwise.rms_norm, elementwise.add_rms_norm
         self.layer_norm, self.add_layer_norm = elementwise.layer_norm, elementwise.add_layer_norm
         self.add, self.scale = elementwise.add, elementwise.scale
+        self.multiply, self.causal_conv = elementwise.multiply, convolution.causal_conv
         self.rotary = elementwise.rotary
+        self.delta_rule, self.ssd = recurrence.delta_rule, recurrence.ssd
+        self.gated_rms_norm, self.sigmoid_gate = (
+            elementwise.gated_rms_norm,
+            elementwise.sigmoid_gate,
+        )
         self.gate, self.activate = elementwise.gate, elementwise.activate
         self.route, self.combine_experts = experts.route, experts.combine_experts
         self.argmax, self.apply_bitmask = sampling.argmax, sampling.apply_bitmask
         self.draw_tokens = sampling.draw_tokens
         self.top_logprobs = sampling.top_logprobs
+
+    def plan_latent_attention(
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
+    ) -> AttentionPlan:
+        """Return the plan of the reference, which reads tables by row."""
+        device = rows.on_device
+        if device is not None:
+            tables = device.block_tables[device.table_rows.long()].long()
+            rows = dataclasses.replace(rows, block_tables=tables)
+        return super().plan_latent_attention(rows, shape, rules)
 
     def repeat(
         self,
@@ -86,6 +110,10 @@ class CudaKernels(ReferenceKernels):
         parameters: Sequence[Parameter],
         compute: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
+        if any(isinstance(parameter, TilePlan) for parameter in parameters):
+            # Latent attention has no programs yet: the reference reads on the host which rows
+            # there are, and a graph cannot.
+            return compute()
         inputs = [tensor for parameter in parameters for tensor in _tensors(parameter)]
         return self.graphs.repeat(key, inputs, compute)
 

@@ -96,9 +96,54 @@ def add(x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.T
     """residual + factor * x, [T, N] and contiguous."""
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid, options = _parts_of_rows(num_rows, size)
+    grid, options = parts_of_rows(num_rows, size)
     programs.add[grid](
         *(output, x, residual, x.stride(0), residual.stride(0), factor),
+        **options,
+    )
+    return output
+
+
+def multiply(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """x * factor, [T, N] and contiguous."""
+    num_rows, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid, options = parts_of_rows(num_rows, size)
+    programs.multiply[grid](output, x, factor, x.stride(0), factor.stride(0), **options)
+    return output
+
+
+def gated_rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    is_gated_first: bool,
+) -> torch.Tensor:
+    """Kernels.gated_rms_norm of x [T, groups, N]; contiguous."""
+    num_tokens, num_groups, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid, options = _whole_rows(num_tokens * num_groups, size)
+    programs.gated_norm[grid](
+        *(output, x, gate, weight, num_tokens * num_groups),
+        *(*x.stride()[:2], *gate.stride()[:2], eps),
+        IS_GATED_FIRST=is_gated_first,
+        GROUPS=num_groups,
+        IS_PER_GROUP=weight.dim() == 2,
+        **options,
+    )
+    return output
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Kernels.sigmoid_gate of x [T, H, D]; contiguous."""
+    num_tokens, num_heads, size = x.shape
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grid, options = _whole_rows(num_tokens * num_heads, size)
+    programs.sigmoid_gate[grid](
+        *(output, x, gate, num_tokens * num_heads, *x.stride()[:2], *gate.stride()),
+        HEADS=num_heads,
         **options,
     )
     return output
@@ -107,7 +152,7 @@ def add(x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.T
 def scale(x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
     """x [T, N] *= factor, in place, then soft_cap * tanh(x / soft_cap)."""
     num_rows, size = x.shape
-    grid, options = _parts_of_rows(num_rows, size)
+    grid, options = parts_of_rows(num_rows, size)
     programs.scale[grid](
         *(x, x.stride(0), factor, 1.0 if soft_cap is None else soft_cap),
         HAS_SOFT_CAP=soft_cap is not None,
@@ -150,7 +195,7 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """[T, 2 N] -> [T, N]: activation(first half) * second half."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    grid, options = _parts_of_rows(num_rows, size)
+    grid, options = parts_of_rows(num_rows, size)
     programs.gate[grid](
         *(output, gate_up, gate_up.stride(0)),
         ACTIVATION=activation.value,
@@ -163,7 +208,7 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     """[T, N] -> [T, N]"""
     num_rows, size = x.shape
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid, options = _parts_of_rows(num_rows, size)
+    grid, options = parts_of_rows(num_rows, size)
     programs.activate[grid](
         *(output, x, x.stride(0)),
         ACTIVATION=activation.value,
@@ -181,7 +226,7 @@ def _whole_rows(num_rows: int, size: int) -> tuple[tuple[int], dict[str, int]]:
     return (triton.cdiv(num_rows, group),), options
 
 
-def _parts_of_rows(num_rows: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
+def parts_of_rows(num_rows: int, size: int) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid and options of programs that have a part of a row each."""
     block = min(triton.next_power_of_2(size), _TILE)
     options = {"SIZE": size, "BLOCK": block, "num_warps": _WARPS}

@@ -7,8 +7,8 @@ import torch
 import triton
 
 from loraplex.kernels.cuda.programs import experts as programs
-from loraplex.kernels.routing import SUM_FLOOR, Routes
-from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
+from loraplex.kernels.routing import Routes
+from loraplex.kernels.routing_rules import RoutingRules
 
 _PAIRS_AT_ONCE = 2048
 _COLUMNS_AT_ONCE = 1024
@@ -25,7 +25,7 @@ def route(
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     programs.choose_experts[(num_tokens,)](
         *(experts, weights, logits, selection_bias, logits.stride(0)),
-        *(rules.factor, rules.jitter, SUM_FLOOR if rules.mode is RoutingMode.SIGMOID else 0.0),
+        *(rules.factor, rules.jitter, rules.sum_floor),
         MODE=rules.mode.value,
         NORMALIZES=rules.normalizes,
         NUM_EXPERTS=num_experts,

@@ -71,10 +71,10 @@ class FlashInferAttention:
         """Plan a step; one that only decodes may have rows after those of the layout.
 
         None for layers that it does not serve: with a window, as it may read freed blocks before
-        the window; with ALiBi, whose slopes it makes itself; and with other rules than the layers
-        that it serves, as there is one plan per step.
+        the window; with ALiBi, whose slopes it makes itself; those that are not causal; and with
+        other rules than the layers that it serves, as there is one plan per step.
         """
-        if rules.window is not None or rules.alibi_slopes:
+        if rules.window is not None or rules.alibi_slopes or not rules.is_causal:
             return None
         if self._rules is None:
             if rules.soft_cap is not None:

@@ -53,6 +53,7 @@ class _AttentionStep(ctypes.Structure):
         ("seq_lens", Pointer),
         ("block_tables", Pointer),
         ("block_table_stride", Size),
+        ("is_causal", Size),
     )
 
 
@@ -72,7 +73,8 @@ class NativeAttention:
         self._output = library.output
         self._attend = library.function(
             "loraplex_paged_attention",
-            *(Pointer, Value, Int, Pointer, Pointer, Pointer, Int, Value, Size, Value, Size),
+            *(Pointer, Value, Int, Pointer, Pointer, Pointer, Pointer, Size),
+            *(Int, Value, Size, Value, Size),
         )
         self._write = library.function(
             "loraplex_write_kv",
@@ -120,7 +122,7 @@ class NativeAttention:
             *(rules.scale, rules.soft_cap or 0.0),
             slopes.ctypes.data if rules.alibi_slopes else None,
             *(query_start_loc.ctypes.data, seq_lens.ctypes.data),
-            *(block_tables.data_ptr(), block_tables.shape[1]),
+            *(block_tables.data_ptr(), block_tables.shape[1], int(rules.is_causal)),
         )
         arrays = (query_start_loc, seq_lens, block_tables, slopes)
         return NativeAttentionPlan(ctypes.addressof(step), step, arrays)
@@ -131,17 +133,24 @@ class NativeAttention:
         storage: Storage,
         plan: AttentionPlan,
         sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """query [T, H, D], heads contiguous -> [T, H, D]; sink_logits [H] float32, contiguous."""
         assert isinstance(plan, NativeAttentionPlan)
         _, num_heads, head_dim = query.shape
         assert sink_logits is None or sink_logits.dtype == torch.float32
+        max_distance = 0
+        if position_bias is not None:
+            assert position_bias.dtype == torch.float32
+            assert position_bias.is_contiguous()
+            max_distance = position_bias.shape[1] // 2
         output = self._output(query.shape, query.dtype)
         keys, values = storage.tensors
         self._attend(
             *(self._pool.address, plan.address),
             *(_KV_DTYPES[keys.dtype], keys.data_ptr(), values.data_ptr()),
             None if sink_logits is None else sink_logits.data_ptr(),
+            *(None if position_bias is None else position_bias.data_ptr(), max_distance),
             *(DTYPES[query.dtype], query.data_ptr(), query.stride(0)),
             *(output.data_ptr(), num_heads * head_dim),
         )

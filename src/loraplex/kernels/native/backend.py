@@ -7,9 +7,11 @@ import torch
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.native.attention import NativeAttention, NativeAttentionPlan
 from loraplex.kernels.native.channel import SharedMemoryChannel
+from loraplex.kernels.native.convolution import NativeConvolution
 from loraplex.kernels.native.elementwise import NativeElementwise
 from loraplex.kernels.native.experts import NativeExperts
 from loraplex.kernels.native.gguf import NativeGguf
+from loraplex.kernels.native.latent import NativeLatent
 from loraplex.kernels.native.library import NativeLibrary, ThreadPool
 from loraplex.kernels.native.linear import (
     PACKED_LAYOUT,
@@ -19,6 +21,7 @@ from loraplex.kernels.native.linear import (
 )
 from loraplex.kernels.native.lora import NativeLora
 from loraplex.kernels.native.program import Recorder, StepProgram
+from loraplex.kernels.native.recurrence import NativeRecurrence
 from loraplex.kernels.native.sampling import NativeSampling
 from loraplex.kernels.ops import Parameter
 from loraplex.kernels.reference import ReferenceKernels
@@ -74,6 +77,7 @@ class NativeKernels(ReferenceKernels):
         self.rms_norm, self.add_rms_norm = elementwise.rms_norm, elementwise.add_rms_norm
         self.layer_norm, self.add_layer_norm = elementwise.layer_norm, elementwise.add_layer_norm
         self.add, self.scale = elementwise.add, elementwise.scale
+        self.multiply = elementwise.multiply
         self.rotary = elementwise.rotary
         self.gate, self.activate = elementwise.gate, elementwise.activate
         experts = NativeExperts(watched, self._pool)
@@ -81,8 +85,18 @@ class NativeKernels(ReferenceKernels):
         attention = NativeAttention(watched, self._pool)
         self.allocate_kv, self.write_kv = attention.allocate, attention.write
         self.plan_attention, self.paged_attention = attention.plan, attention.attend
+        self.plan_latent_attention = attention.plan
+        recurrence = NativeRecurrence(watched, self._pool)
+        self.delta_rule = recurrence.delta_rule
+        self.ssd = recurrence.ssd
+        self.gated_rms_norm = recurrence.gated_rms_norm
+        self.sigmoid_gate = recurrence.sigmoid_gate
+        self.causal_conv = NativeConvolution(watched, self._pool).apply
         self._lora = NativeLora(watched, self._pool, channel)
         self.add_lora, self.add_expert_lora = self._lora.add, self._lora.add_experts
+        latent = NativeLatent(watched, self._pool, self._lora.step_address)
+        self.write_latent, self.latent_attention = latent.write, latent.attend
+        self.add_heads_lora, self.scale_heads = latent.add_lora, latent.scale
 
     def repeat(
         self,

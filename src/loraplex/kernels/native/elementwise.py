@@ -18,7 +18,7 @@ from loraplex.kernels.native.library import (
     Value,
 )
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     Activation.GELU: 0,
     Activation.GELU_TANH: 1,
     Activation.RELU: 2,
@@ -59,6 +59,9 @@ class NativeElementwise:
         )
         self._add = library.function(
             "loraplex_add", *(Pointer, Size, Size, Int, Value, Size, Value, Size, Real, Value)
+        )
+        self._multiply = library.function(
+            "loraplex_multiply", *(Pointer, Size, Size, Int, Value, Size, Value, Size, Value)
         )
         self._scale = library.function(
             "loraplex_scale", *(Pointer, Size, Size, Int, Real, Real, Value, Size)
@@ -105,7 +108,7 @@ class NativeElementwise:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         output, total = self._output(x.shape, x.dtype), self._output(x.shape, x.dtype)
         self._add_rms_norm(
-            *(self._pool.address, *_addends(x, residual), factor),
+            *(self._pool.address, *_pair(x, residual), factor),
             *(DTYPES[weight.dtype], weight.data_ptr(), eps),
             *(output.data_ptr(), total.data_ptr()),
         )
@@ -135,7 +138,7 @@ class NativeElementwise:
         assert bias.dtype == weight.dtype
         output, total = self._output(x.shape, x.dtype), self._output(x.shape, x.dtype)
         self._add_layer_norm(
-            *(self._pool.address, *_addends(x, residual), factor),
+            *(self._pool.address, *_pair(x, residual), factor),
             *(DTYPES[weight.dtype], weight.data_ptr(), bias.data_ptr(), eps),
             *(output.data_ptr(), total.data_ptr()),
         )
@@ -143,8 +146,13 @@ class NativeElementwise:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
         total = self._output(x.shape, x.dtype)
-        self._add(self._pool.address, *_addends(x, residual), factor, total.data_ptr())
+        self._add(self._pool.address, *_pair(x, residual), factor, total.data_ptr())
         return total
+
+    def multiply(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        product = self._output(x.shape, x.dtype)
+        self._multiply(self._pool.address, *_pair(x, factor), product.data_ptr())
+        return product
 
     def scale(self, x: torch.Tensor, factor: float, soft_cap: float | None = None) -> None:
         self._scale(
@@ -161,9 +169,11 @@ class NativeElementwise:
         *,
         is_interleaved: bool = False,
     ) -> None:
-        num_tokens, num_heads, head_dim = query.shape
+        num_tokens, num_heads, _ = query.shape
+        head_stride = query.stride(1)
+        assert key.shape[1] <= 1 or key.stride(1) == head_stride
         self._rotary(
-            *(self._pool.address, num_tokens, num_heads, key.shape[1], head_dim),
+            *(self._pool.address, num_tokens, num_heads, key.shape[1], head_stride),
             *(2 * cos.shape[1], is_interleaved, cos.data_ptr(), sin.data_ptr()),
             *(DTYPES[query.dtype], query.data_ptr(), query.stride(0)),
             *(key.data_ptr(), key.stride(0)),
@@ -173,7 +183,7 @@ class NativeElementwise:
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = self._output((num_rows, size), gate_up.dtype)
         self._gate(
-            *(self._pool.address, num_rows, size, DTYPES[gate_up.dtype], _ACTIVATIONS[activation]),
+            *(self._pool.address, num_rows, size, DTYPES[gate_up.dtype], ACTIVATIONS[activation]),
             *(gate_up.data_ptr(), gate_up.stride(0), output.data_ptr()),
         )
         return output
@@ -181,7 +191,7 @@ class NativeElementwise:
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         output = self._output(x.shape, x.dtype)
         self._activate(
-            *(self._pool.address, *x.shape, DTYPES[x.dtype], _ACTIVATIONS[activation]),
+            *(self._pool.address, *x.shape, DTYPES[x.dtype], ACTIVATIONS[activation]),
             *(x.data_ptr(), x.stride(0), output.data_ptr()),
         )
         return output
@@ -196,9 +206,9 @@ def _heads(x: torch.Tensor) -> tuple[int, ...]:
     )
 
 
-def _addends(x: torch.Tensor, residual: torch.Tensor) -> tuple[int, ...]:
-    """Return the arguments that describe x and residual [T, N]."""
+def _pair(x: torch.Tensor, other: torch.Tensor) -> tuple[int, ...]:
+    """Return the arguments that describe x and another [T, N]."""
     return (
         *(*x.shape, DTYPES[x.dtype], x.data_ptr(), x.stride(0)),
-        *(residual.data_ptr(), residual.stride(0)),
+        *(other.data_ptr(), other.stride(0)),
     )

@@ -35,6 +35,7 @@ class _Rules(ctypes.Structure):
         ("num_chosen_groups", Size),
         ("factor", ctypes.c_double),
         ("jitter", ctypes.c_double),
+        ("sum_floor", ctypes.c_double),
         ("mode", Int),
         ("normalizes", Int),
     )
@@ -90,7 +91,7 @@ class NativeExperts:
             self._rules[rules] = _Rules(
                 *(rules.num_experts, rules.num_chosen),
                 *(rules.num_groups, rules.num_chosen_groups),
-                *(rules.factor, rules.jitter),
+                *(rules.factor, rules.jitter, rules.sum_floor),
                 *(_MODES[rules.mode], rules.normalizes),
             )
         return self._rules[rules]

@@ -6,6 +6,7 @@ know the ops: each family of them declares its functions where it wraps them.
 
 import copy
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ Size = ctypes.c_int64
 Int = ctypes.c_int32
 Real = ctypes.c_float
 
-_ABI_VERSION = 13
+_ABI_VERSION = 18
 _FILES = {
     "x86-64-v4": "libloraplex_v4.so",
     "x86-64-v3": "libloraplex_v3.so",
@@ -155,6 +156,12 @@ class NativeLibrary:
         return int(self._dll.loraplex_cpu_features())
 
 
+def _in_process(process_id: int, end: Callable[[int], None], address: int) -> None:
+    """End threads in the process that has them: a forked child would wait for them for ever."""
+    if os.getpid() == process_id:
+        end(address)
+
+
 class ThreadPool:
     """The threads of one backend. They end with the object."""
 
@@ -173,7 +180,7 @@ class ThreadPool:
         assert handle.value is not None
         self.address: int = handle.value
         """The loraplex_pool that an op takes."""
-        weakref.finalize(self, destroy, self.address)
+        weakref.finalize(self, _in_process, os.getpid(), destroy, self.address)
 
     @property
     def num_threads(self) -> int:

@@ -39,6 +39,8 @@ class _OpCall:
     """Indices of the words that are addresses of values."""
     fixed: tuple[int, ...]
     """Indices of the words that are addresses of what stays."""
+    num_outputs: int
+    """Number of outputs that there were when it was made, its own included."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -47,6 +49,7 @@ class _OpOutput:
 
     start: int
     end: int
+    number: int
     first_call: int
     last_call: int
     offset: int = 0
@@ -108,7 +111,9 @@ class Recorder:
                 words = [_word(value, i in reals) for i, value in enumerate(arguments)]
                 made = tuple(index for index in sources if self._is_output(words[index]))
                 kept = tuple(index for index in sources if index not in made)
-                self._calls.append(_OpCall(op, words, values + made, fixed + kept))
+                self._calls.append(
+                    _OpCall(op, words, values + made, fixed + kept, len(self._outputs))
+                )
                 self._is_complete &= op >= 0
 
         return watched
@@ -177,9 +182,10 @@ def _word(value: Any, is_real: bool) -> int:
 def _uses(calls: Sequence[_OpCall], outputs: Sequence[torch.Tensor]) -> list[_OpOutput]:
     """Return each output's memory, with that of its views, and its first and last call."""
     used = [
-        _OpOutput(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, len(calls), -1)
-        for tensor in sorted(outputs, key=torch.Tensor.data_ptr)
+        _OpOutput(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, number, len(calls), -1)
+        for number, tensor in enumerate(outputs)
     ]
+    used.sort(key=lambda output: output.start)
     for number, call in enumerate(calls):
         for index in call.values:
             output = _output_at(used, call.words[index])
@@ -194,13 +200,17 @@ def _knows_values(
 ) -> bool:
     """Whether each value is a parameter or an output, and nothing that stays is one."""
 
-    def is_value(address: int) -> bool:
-        return address in numbers or _output_at(used, address) is not None
+    def is_value(address: int, call: _OpCall) -> bool:
+        output = _output_at(used, address)
+        # The memory of a tensor that torch made and freed may be that of a later output.
+        is_made = output is not None and output.number < call.num_outputs
+        return address in numbers or is_made
 
     # A tensor without elements has the address 0, and nothing of it is read.
-    values = (call.words[index] for call in calls for index in call.values)
-    fixed = (call.words[index] for call in calls for index in call.fixed)
-    return all(not word or is_value(word) for word in values) and not any(map(is_value, fixed))
+    values = ((call.words[index], call) for call in calls for index in call.values)
+    fixed = ((call.words[index], call) for call in calls for index in call.fixed)
+    known = all(not word or is_value(word, call) for word, call in values)
+    return known and not any(is_value(word, call) for word, call in fixed)
 
 
 def _output_at(used: Sequence[_OpOutput], address: int) -> _OpOutput | None:

@@ -55,6 +55,7 @@ _SIZES_3: Final = {
 
 def read_config(fields: ConfigFields) -> ModelSpec:
     """Read a Gemma 1. Its "gelu" is the tanh form, as transformers takes it."""
+    require_switches(fields, {"use_bidirectional_attention": False})
     fields = fields.renamed({}, {**_DEFAULTS, "num_key_value_heads": 16})
     if fields.text("hidden_act", "") == "gelu":
         fields = fields.with_values({"hidden_act": "gelu_pytorch_tanh"})
@@ -62,6 +63,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
 
 
 def read_config_2(fields: ConfigFields) -> ModelSpec:
+    require_switches(fields, {"use_bidirectional_attention": False})
     fields = fields.renamed(
         {"hidden_act": "hidden_activation"}, {**_DEFAULTS, "num_key_value_heads": 4}
     )
@@ -87,6 +89,10 @@ def read_config_3(fields: ConfigFields) -> ModelSpec:
             f"{fields.source}: attn_logit_softcapping of a Gemma 3 is not supported"
         )
     windows = periodic_windows(fields, fields.integer("sliding_window_pattern", 6))
+    is_causal = not fields.boolean("use_bidirectional_attention", False)
+    if not is_causal:
+        # config.json states both sides together.
+        windows = tuple(None if window is None else window // 2 + 1 for window in windows)
     traits = Traits(
         names=_SANDWICH,
         windows=windows,
@@ -95,6 +101,7 @@ def read_config_3(fields: ConfigFields) -> ModelSpec:
         ),
         score_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         head_norm=_NORM,
+        is_causal=is_causal,
     )
     spec = _read(fields, ARCHITECTURE_3, traits)
     return dataclasses.replace(
@@ -106,11 +113,11 @@ def read_config_3(fields: ConfigFields) -> ModelSpec:
 
 
 def read_wrapper_3(fields: ConfigFields) -> ModelSpec:
+    require_switches(fields.table("text_config") or fields, {"use_bidirectional_attention": False})
     return read_text_tower(fields, WRAPPER_3, read_config_3, ties=True)
 
 
 def _read(fields: ConfigFields, architecture: str, traits: Traits) -> ModelSpec:
-    require_switches(fields, {"use_bidirectional_attention": False})
     biased = (QKV, OUTPUT) if fields.boolean("attention_bias", False) else ()
     spec = read_decoder(
         fields, architecture, dataclasses.replace(traits, norm=_NORM, biased=biased)

@@ -1,5 +1,6 @@
-"""Self-attention of one decoder layer: fused projections, rotation if any, paged attention."""
+"""Self-attention of one layer: fused projections, rotation if any, paged attention."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,12 +10,14 @@ from loraplex.core.plan import CacheGroupId
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Kernels
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.mixers.head_order import HeadOrder
 from loraplex.models.mixers.mixer import Angles, LayerPlace, MixerInputs, PlanKind
 from loraplex.models.norm import Norm, make_norm
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.specs.attention import (
     K_NORM,
     OUTPUT,
+    POSITION_BIAS,
     Q_NORM,
     QKV,
     SINK_LOGITS,
@@ -47,6 +50,7 @@ def attention_kind(
         num_sink_tokens=attention.num_sink_tokens,
         soft_cap=attention.soft_cap,
         alibi_slopes=attention.alibi_slopes,
+        is_causal=attention.is_causal,
     )
     shape = AttentionShape(
         attention.num_heads, attention.num_kv_heads, attention.head_dim, block_size
@@ -54,36 +58,30 @@ def attention_kind(
     return AttentionKind(cache_group, shape, rules)
 
 
-class HeadOrder(NamedTuple):
-    """Order of the heads in projections of q, k and v, where it is another."""
+def _by_distance(spec: AttentionSpec, table: torch.Tensor) -> torch.Tensor:
+    """Return the bias [H, 2 C + 1] of Kernels.paged_attention, of a table [num_buckets, heads].
 
-    heads: tuple[int, ...]
-    """AttentionSpec.head_order"""
-
-    def planner(
-        self, _kernels: Kernels, device: torch.device
-    ) -> Callable[[ForwardBatch], torch.Tensor]:
-        return _HeadRows(torch.tensor(self.heads, device=device)).plan
-
-
-class _HeadRows:
-    """Rows that bring the heads of all tokens' projections into the order q, k, v."""
-
-    def __init__(self, order: torch.Tensor) -> None:
-        self._order = order
-        self._tables: dict[int, torch.Tensor] = {}
-
-    def plan(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return [T * heads] int64, rows of projections [T * heads, D].
-
-        For one number of tokens it is always at the same address, as a recorded step needs it.
-        """
-        num_tokens, num_heads = len(batch.token_ids), len(self._order)
-        size = 1 << (num_tokens - 1).bit_length()
-        if size not in self._tables:
-            tokens = torch.arange(size, device=self._order.device).unsqueeze(1)
-            self._tables[size] = (tokens * num_heads + self._order).flatten()
-        return self._tables[size][: num_tokens * num_heads]
+    Distances have buckets of their own up to half of them, then the buckets grow by a factor, up to
+    max_distance (arXiv:1910.10683). Without a causal mask later keys have the second half.
+    """
+    bias = spec.position_bias
+    assert bias is not None
+    distances = torch.arange(-bias.max_distance, bias.max_distance + 1)
+    num_buckets, first = bias.num_buckets, torch.zeros_like(distances)
+    if spec.is_causal:
+        sizes = (-distances).clamp(min=0)
+    else:
+        num_buckets //= 2
+        first = num_buckets * (distances > 0)
+        sizes = distances.abs()
+    num_exact = num_buckets // 2
+    # In float32, as the model was trained.
+    growth = torch.log(sizes.clamp(min=1).float() / num_exact)
+    scale = (num_buckets - num_exact) / math.log(bias.max_distance / num_exact)
+    large = (num_exact + (growth * scale).long()).clamp(max=num_buckets - 1)
+    buckets = first + torch.where(sizes < num_exact, sizes, large)
+    own = table if spec.own_heads is None else table[:, slice(*spec.own_heads.span)]
+    return own[buckets.to(table.device)].t().contiguous()
 
 
 class Attention:
@@ -105,6 +103,9 @@ class Attention:
         self._q_norm = make_norm(spec.q_norm, parameters.norms.get(Q_NORM), kernels)
         self._k_norm = make_norm(spec.k_norm, parameters.norms.get(K_NORM), kernels)
         self._sink_logits = parameters.tensors.get(SINK_LOGITS)
+        self._position_bias = None
+        if spec.position_bias is not None:
+            self._position_bias = _by_distance(spec, parameters.tensors[POSITION_BIAS])
         self._kind = attention_kind(spec, place.cache_groups[cache], place.block_size)
         self._order = HeadOrder(spec.head_order) if spec.head_order else None
         self.plan_kinds: tuple[PlanKind, ...] = (
@@ -118,17 +119,25 @@ class Attention:
         assert storage is not None
         head_rows = None if self._order is None else inputs.plans[self._order]
         assert head_rows is None or isinstance(head_rows, torch.Tensor)
-        query, key, value = self._project(x, lora, head_rows)
+        query, key, value, gate = self._project(x, lora, head_rows)
+        if not spec.normalizes_after_rotation:
+            query, key = self._with_norms(query, key)
         if spec.rope is not None:
             turned = query
             if spec.query_rope is not None:
                 self._rotate(query, key[:, :0], inputs.angles[spec.query_rope])
                 turned = query[:, :0]
             self._rotate(turned, key, inputs.angles[spec.rope])
+        if spec.normalizes_after_rotation:
+            query, key = self._with_norms(query, key)
         slot_mapping = inputs.batch.slot_mappings[self._kind.cache_group]
         self._kernels.write_kv(storage, key, value, slot_mapping)
         plan = inputs.plans[self._kind]
-        attended = self._kernels.paged_attention(query, storage, plan, self._sink_logits)
+        attended = self._kernels.paged_attention(
+            query, storage, plan, self._sink_logits, self._position_bias
+        )
+        if gate is not None:
+            attended = self._kernels.sigmoid_gate(attended, gate)
         return self._output.forward(attended.flatten(1), lora)
 
     def _rotate(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> None:
@@ -138,22 +147,37 @@ class Attention:
 
     def _project(
         self, x: torch.Tensor, lora: LoraBatch | None, head_rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query [T, H, D], key and value [T, K, D], before the rotation."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return query [T, H, D], key and value [T, K, D], before norms and the rotation.
+
+        And the gate of the output [T, H, D], if there is one.
+        """
         spec = self._spec
         qkv = self._qkv.forward(x, lora)
         if head_rows is not None:
             qkv = self._kernels.take_rows(qkv.view(-1, spec.head_dim), head_rows).view(qkv.shape)
-        sizes = [spec.q_size, spec.kv_size, spec.kv_size]
+        sizes = [spec.q_outputs, spec.kv_size, spec.kv_size]
         # Views, not copies: every op takes rows with a longer stride.
         query, key, value = (
             part.view(len(x), -1, spec.head_dim) for part in torch.split(qkv, sizes, dim=1)
         )
+        gate = None
+        if spec.output_gate:
+            # Only norms take heads with a longer stride; their results are contiguous.
+            assert spec.q_norm is not None
+            query, gate = query[:, 0::2], query[:, 1::2]
+        return query, key, value, gate
+
+    def _with_norms(
+        self, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return query [T, H, D] and key [T, K, D] after their norms, if there are any."""
+        spec = self._spec
         if spec.q_norm is not None:
             query = self._normed(query, spec.q_norm, self._q_norm)
         if spec.k_norm is not None:
             key = self._normed(key, spec.k_norm, self._k_norm)
-        return query, key, value
+        return query, key
 
     def _normed(self, heads: torch.Tensor, spec: NormSpec, norm: Norm) -> torch.Tensor:
         """heads [T, H, D] -> the same shape; the norm is of each head or of all together."""

@@ -44,6 +44,14 @@ class Linear:
         return y
 
 
+def taps_by_channel(weight: torch.Tensor) -> torch.Tensor:
+    """Return the weight [C, K] of Kernels.causal_conv, from that of a checkpoint, [C, 1, K].
+
+    Numbers of one tap lie side by side, as kernels read them.
+    """
+    return weight.squeeze(1).t().contiguous().t()
+
+
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [T, rotary_dim / 2]."""
 

@@ -1,4 +1,7 @@
-"""What mixers with recurrent states read of a step: one plan for all with the same groups."""
+"""What mixers read of a step that keep states, or stored positions of whole rows.
+
+There is one plan for all mixers with the same cache groups.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -6,31 +9,35 @@ from typing import NamedTuple
 import torch
 
 from loraplex.core.plan import CacheGroupId
-from loraplex.kernels.ops import Kernels
+from loraplex.kernels.ops import Kernels, Storage
+from loraplex.kernels.states import StatePlan, StoredRows
 from loraplex.models.batch import ForwardBatch
+from loraplex.models.mixers.mixer import MixerInputs
 
 
-class StatePlan(NamedTuple):
-    """Where rows read and write states, and the positions since the last one.
+class StoredKind(NamedTuple):
+    """Kind of plan, by the group in which a mixer keeps positions, which is read by whole rows."""
 
-    Row r has the tokens query_start_loc[r] up to query_start_loc[r + 1], at positions that follow
-    one another, and draft tokens are tokens of their row. Rows may have no tokens, and tokens at
-    the end no row: they are padding. No row reads a state that its step writes.
-    """
+    cache_group: CacheGroupId
 
-    query_start_loc: torch.Tensor  # [R + 1] int64
-    positions: torch.Tensor  # [T] int64
-    reads: torch.Tensor  # [R] int64
-    """State after the last border before a row's first token, or at it; -1: zero."""
-    writes: torch.Tensor  # [T] int64
-    """State that ends with the token; -1: none is written."""
-    places: torch.Tensor  # [T] int64
-    """Where the token is stored in the group of the chunk: block * block_size + offset; or -1."""
-    table_starts: torch.Tensor  # [R] int64
-    """Where the block table of a row begins in `tables`."""
-    tables: torch.Tensor  # [any] int64; on an accelerator int32
-    """Block tables of the group of the chunk: position p lies in the block of entry
-    table_starts[r] + p // block_size, if p is a position that the chunk's group keeps (Chunk)."""
+    def planner(
+        self, _kernels: Kernels, _device: torch.device
+    ) -> Callable[[ForwardBatch], StoredRows]:
+        return self.plan
+
+    def plan(self, batch: ForwardBatch) -> StoredRows:
+        """Make the plan of a step; on an accelerator it has the addresses of the batch."""
+        rows, layout = batch.state_rows, batch.rows[self.cache_group]
+        assert rows is not None, "the runner finds groups that are read by whole rows"
+        on_device = layout.on_device
+        tables = layout.block_tables if on_device is None else on_device.block_tables
+        return StoredRows(
+            rows.query_start_loc,
+            batch.positions,
+            batch.slot_mappings[self.cache_group],
+            rows.table_starts[self.cache_group],
+            tables.flatten(),
+        )
 
 
 class StateKind(NamedTuple):
@@ -44,18 +51,25 @@ class StateKind(NamedTuple):
     ) -> Callable[[ForwardBatch], StatePlan]:
         return self.plan
 
+    def of(self, inputs: MixerInputs, layer: int) -> tuple[StatePlan, Storage, Storage]:
+        """Return the plan of a step, and a layer's storages of the chunk and of the states."""
+        plan = inputs.plans[self]
+        chunk, states = (inputs.storages[group][layer] for group in (self.chunk, self.states))
+        assert isinstance(plan, StatePlan)
+        assert chunk is not None
+        assert states is not None
+        return plan, chunk, states
+
     def plan(self, batch: ForwardBatch) -> StatePlan:
-        """Make the plan of a step; on an accelerator it has the addresses of the batch."""
-        rows, layout = batch.state_rows, batch.rows[self.chunk]
-        assert rows is not None, "the runner finds the groups of states in its capacity"
-        on_device = layout.on_device
-        tables = layout.block_tables if on_device is None else on_device.block_tables
+        """Make the plan of a step, as StoredKind does."""
+        stored, rows = StoredKind(self.chunk).plan(batch), batch.state_rows
+        assert rows is not None
         return StatePlan(
-            rows.query_start_loc,
-            batch.positions,
+            stored.query_start_loc,
+            stored.positions,
             rows.reads[self.states],
             batch.slot_mappings[self.states],
-            batch.slot_mappings[self.chunk],
-            rows.table_starts[self.chunk],
-            tables.flatten(),
+            stored.places,
+            stored.table_starts,
+            stored.tables,
         )

@@ -1,11 +1,11 @@
-"""Causal self-attention: its values, and what they mean for caches, weights and ranks."""
+"""Self-attention: its values, and what they mean for caches, weights and ranks."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from loraplex.core.cache import Blocks, CachedVectors
-from loraplex.models.linear_group import OutputSpan, Share, TensorShard, share_of
+from loraplex.models.linear_group import OutputSpan, Share, TensorShard, share_of, share_or_copy
 from loraplex.models.specs.part import (
     Divided,
     LayerCache,
@@ -21,11 +21,22 @@ OUTPUT: Final = "o"
 Q_NORM: Final = "q_norm"
 K_NORM: Final = "k_norm"
 SINK_LOGITS: Final = "sink_logits"
+POSITION_BIAS: Final = "position_bias"
+
+
+class PositionBias(NamedTuple):
+    """Numbers that are added to scores by the distance of key and query, in buckets (T5)."""
+
+    tensor: str
+    """Full name of a tensor [num_buckets, num_heads]. Layers may share it."""
+    num_buckets: int
+    max_distance: int
+    """Distance from which all are in the last bucket."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(MixerSpec):
-    """Causal self-attention of one layer."""
+    """Self-attention of one layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,13 +64,33 @@ class AttentionSpec(MixerSpec):
     """Number of positions, its own included, that a token attends to; None: full attention."""
     num_sink_tokens: int = 0
     """First positions that stay visible in addition to the window."""
+    is_causal: bool = True
+    """Whether a token sees no later one. Else a step computes the whole text, and the window is on
+    both sides of a token."""
     q_norm: NormSpec | None = None
     """Norm of the queries before the rotation: of each head, or by its size of all together."""
     k_norm: NormSpec | None = None
+    normalizes_after_rotation: bool = False
+    """Whether these norms follow the rotation instead. Then there is no output gate."""
+    output_gate: bool = False
+    """Whether q's projection has, after each head, a gate: its sigmoid multiplies the output.
+
+    Needs norms of the heads, and no other order of them.
+    """
+    position_bias: PositionBias | None = None
 
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def q_outputs(self) -> int:
+        """Return the number of outputs of q's projection."""
+        return self.q_size * self.vectors_per_query
+
+    @property
+    def vectors_per_query(self) -> int:
+        return 2 if self.output_gate else 1
 
     @property
     def kv_size(self) -> int:
@@ -78,6 +109,10 @@ class AttentionSpec(MixerSpec):
         if self.sink_logits:
             own = self.own_heads or Share(OutputSpan(0, self.num_heads), self.num_heads)
             found[SINK_LOGITS] = TensorSpec(self.sink_logits, (own.whole,), (own.span,))
+        if self.position_bias is not None:
+            num_heads = self.num_heads if self.own_heads is None else self.own_heads.whole
+            bias = self.position_bias
+            found[POSITION_BIAS] = TensorSpec(bias.tensor, (bias.num_buckets, num_heads))
         return found
 
     def ropes(self) -> Mapping[RopeConfig, int]:
@@ -108,11 +143,11 @@ class AttentionSpec(MixerSpec):
             k_norm=_head_norm(self.k_norm, self, Share(heads.kv, self.num_kv_heads)),
         )
         outputs = _scaled(positions, self.head_dim)
-        inputs = _times(heads.query, self.head_dim)
+        inputs = heads.query.times(self.head_dim)
         return own, {QKV: Split(outputs=outputs), OUTPUT: Split(inputs=inputs)}
 
     def step_bytes(self, itemsize: int) -> int:
-        return (self.q_size + 2 * self.kv_size) * itemsize
+        return (self.q_outputs + 2 * self.kv_size) * itemsize
 
 
 class _Heads(NamedTuple):
@@ -123,12 +158,8 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, attention: AttentionSpec, place: TensorShard) -> "_Heads":
-        num_kv = attention.num_kv_heads
-        kv = share_of(num_kv, *place)
-        if num_kv < place.size:
-            # Ranks with query heads of one KV head have a copy each.
-            first = place.rank * num_kv // place.size
-            kv = OutputSpan(first, first + 1)
+        # Ranks with query heads of one KV head have a copy each.
+        kv = share_or_copy(attention.num_kv_heads, *place)
         return cls(share_of(attention.num_heads, *place), kv)
 
 
@@ -136,10 +167,11 @@ def _head_positions(
     attention: AttentionSpec, heads: _Heads
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the rank's AttentionSpec.head_order, and its heads among those that are computed."""
-    first_key, num_kv = attention.num_heads, attention.num_kv_heads
+    vectors, num_kv = attention.vectors_per_query, attention.num_kv_heads
+    first_key = attention.num_heads * vectors
     order = attention.head_order or tuple(range(first_key + 2 * num_kv))
     own = (
-        *order[heads.query.first : heads.query.end],
+        *order[heads.query.first * vectors : heads.query.end * vectors],
         *order[first_key + heads.kv.first : first_key + heads.kv.end],
         *order[first_key + num_kv + heads.kv.first : first_key + num_kv + heads.kv.end],
     )
@@ -154,12 +186,8 @@ def _scaled(positions: Sequence[int], head_dim: int) -> list[OutputSpan]:
         if spans and spans[-1].end == position * head_dim:
             spans[-1] = OutputSpan(spans[-1].first, (position + 1) * head_dim)
         else:
-            spans.append(_times(OutputSpan(position, position + 1), head_dim))
+            spans.append(OutputSpan(position, position + 1).times(head_dim))
     return spans
-
-
-def _times(span: OutputSpan, factor: int) -> OutputSpan:
-    return OutputSpan(span.first * factor, span.end * factor)
 
 
 def _head_norm(norm: NormSpec | None, attention: AttentionSpec, heads: Share) -> NormSpec | None:

@@ -7,10 +7,17 @@ package, and a class in a file of the same name in `models.mixers`. Free of torc
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 from loraplex.core.cache import CacheSpec, StorageSpec
 from loraplex.models.linear_group import OutputSpan, Share, TensorShard
+
+STATE_EVERY: Final = 64
+"""Positions between the states of recurrent layers. Their results depend on it (ADR 60)."""
+CONV_WEIGHT: Final = "conv_weight"
+A_LOG: Final = "a_log"
+DT_BIAS: Final = "dt_bias"
+"""Names of tensors that recurrences of all kinds have."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +130,11 @@ class Split(NamedTuple):
 
 class MixerSpec(Protocol):
     """What mixes positions in a layer: one frozen value of each kind."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no token reads a later one. May be a field."""
+        return True
 
     def caches(self) -> Sequence[LayerCache]:
         """Return what the mixer keeps of each sequence between steps."""

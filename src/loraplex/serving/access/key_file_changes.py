@@ -10,20 +10,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from loraplex.core.errors import ConfigError
+from loraplex.core.principal import ALL, Names, Principal, tenant_table
 from loraplex.serving.access.api_keys import digest_of, new_key, new_key_id
 from loraplex.serving.access.key_file import check_tenant, parse_key_file, read_key_file
 
 _HEAD = b"# Tenants of loraplex and the hashes of their API keys: `loraplex keys --help`.\n"
 _NEW_TENANT = """
-[tenants.{tenant}]
+{table}
 use = "all"
 list = "all"
-manage = "none"
+manage = "{manage}"
 models = "all"
 operator = false
 """
 _NEW_OPERATOR = """
-[tenants.{tenant}]
+{table}
 operator = true
 """
 _NEW_KEY = """
@@ -41,12 +42,17 @@ _ONLY_OWNER = 0o600
 
 
 def create_key(
-    path: Path, tenant: str, now: datetime.datetime, *, is_operator: bool = False
+    path: Path,
+    tenant: str,
+    now: datetime.datetime,
+    *,
+    is_operator: bool = False,
+    may_manage: bool = False,
 ) -> tuple[str, str, bool]:
     """A new key of a tenant in the file, which is made if there is none.
 
-    (id, key, whether the tenant is new). The key itself is nowhere else. is_operator: what a new
-    tenant is. Raises ConfigError; then nothing has changed.
+    (id, key, whether the tenant is new). The key itself is nowhere else. is_operator, may_manage:
+    rights of a new tenant. Raises ConfigError; then nothing has changed.
     """
     check_tenant(tenant, "--tenant")
     with _changing(path) as old:
@@ -55,18 +61,30 @@ def create_key(
         key, key_id = new_key(), new_key_id()
         added = ""
         if is_new:
-            added = (_NEW_OPERATOR if is_operator else _NEW_TENANT).format(tenant=tenant)
-        elif is_operator and not known.tenants[tenant].rights.operator:
-            raise ConfigError(
-                f"tenant {tenant!r} is in {path}, but is not an operator: write operator = true "
-                "there"
+            added = (_NEW_OPERATOR if is_operator else _NEW_TENANT).format(
+                table=tenant_table(tenant), manage="all" if may_manage else "none"
             )
+            if is_operator and may_manage:
+                added += 'manage = "all"\n'
+        elif is_operator and not known.tenants[tenant].rights.operator:
+            raise _without_right(known.tenants[tenant], path, "operator")
+        elif may_manage and not known.tenants[tenant].rights.manage:
+            raise _without_right(known.tenants[tenant], path, "manage", ALL)
         created = now.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         added += _NEW_KEY.format(
             id=key_id, tenant=tenant, sha256=digest_of(key).hex(), created=created
         )
         _replace(path, (old or _HEAD) + added.encode())
     return key_id, key, is_new
+
+
+def _without_right(
+    tenant: Principal, path: Path, right: str, names: Names | None = None
+) -> ConfigError:
+    """Return the error about a right that a tenant of the file does not have."""
+    return ConfigError(
+        f"tenant {tenant.tenant!r} is in {path} already: {tenant.right_line(right, names)}"
+    )
 
 
 def revoke_key(path: Path, key_id: str) -> None:

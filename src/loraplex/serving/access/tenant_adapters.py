@@ -7,7 +7,8 @@ Configured and declared adapters are plain values here, also those that have not
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from loraplex.adapters.declaration import Declaration
 from loraplex.adapters.index import not_found
@@ -33,6 +34,14 @@ class ConfiguredAdapter:
     @property
     def aliases(self) -> tuple[str, ...]:
         return () if self.declaration is None else self.declaration.aliases
+
+
+class LeftOut(NamedTuple):
+    """Entry of a folder that may be or hold an adapter, and is not served."""
+
+    path: str
+    reason: str
+    is_link: bool = False
 
 
 class DiscoveredAdapters:
@@ -152,7 +161,16 @@ class TenantAdapters:
     def find(self, key: AdapterKey) -> AdapterVersion | None:
         """What a key means for who may use or list it."""
         rights = self.principal.rights
-        return self._among(key, rights.use) or self._among(key, rights.list)
+        return self._among(key, rights.use) or self._among(key, rights.list) or self._kept(key)
+
+    def recall(self, digest: str, check: Callable[[AdapterVersion], object]) -> None:
+        """Look in the histories for a version that requests are to find by its digest.
+
+        Blocks. Raises as AdapterStore.recall.
+        """
+        for tenant in self._tenants:
+            if self._store.recall((self._model, tenant), digest, check) is not None:
+                return
 
     def resolve(self, key: AdapterKey) -> AdapterVersion:
         """What a request will run with.
@@ -160,12 +178,10 @@ class TenantAdapters:
         Raises AdapterNotFoundError, PermissionDeniedError for one that is only listed, or
         AdapterLoadError if its canonical adapter file is gone.
         """
-        version = self._among(key, self.principal.rights.use)
+        version = self._among(key, self.principal.rights.use) or self._kept(key)
         if version is None:
             listed = self._shown(key)
-            raise PermissionDeniedError(
-                f"tenant {self.principal.tenant!r} may not use adapter {listed.name!r}"
-            )
+            raise self._refused("use", listed.name, self.principal.rights.use)
         if version.digest not in self._store.missing_digests:
             return version
         if self.owns(version):
@@ -198,9 +214,13 @@ class TenantAdapters:
     def check_manages(self, name: str) -> None:
         """Raise PermissionDeniedError unless an own adapter may have this name, and be changed."""
         if name not in self.principal.rights.manage:
-            raise PermissionDeniedError(
-                f"tenant {self.principal.tenant!r} may not manage adapter {name!r}"
-            )
+            raise self._refused("manage", name, self.principal.rights.manage)
+
+    def _refused(self, right: str, name: str, names: Names) -> PermissionDeniedError:
+        line = self.principal.right_line(right, names.with_name(name))
+        return PermissionDeniedError(
+            f"tenant {self.principal.tenant!r} may not {right} adapter {name!r}: {line}"
+        )
 
     def owns(self, adapter: AdapterVersion | ConfiguredAdapter) -> bool:
         return adapter.tenant == self.principal.tenant
@@ -223,6 +243,15 @@ class TenantAdapters:
             for alias, name in self._store.aliases(tenant, self._model).items():
                 if (tenant, name) in shown:
                     yield alias, None
+
+    def _kept(self, key: AdapterKey) -> AdapterVersion | None:
+        """Return the recalled version of a digest that no name has at present."""
+        if isinstance(key, ByDigest):
+            for tenant in self._tenants:
+                version = self._store.kept((self._model, tenant), key.digest)
+                if version is not None and version.name in self.principal.rights.use:
+                    return version
+        return None
 
     def _among(self, key: AdapterKey, right: Names) -> AdapterVersion | None:
         for tenant in self._tenants:

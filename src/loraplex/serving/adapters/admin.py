@@ -26,6 +26,7 @@ from loraplex.serving.adapters.loading import AdapterLoad, CatalogLoader, inline
 from loraplex.serving.catalog import ModelCatalog, describe
 from loraplex.serving.request_metrics import RequestMetrics
 from loraplex.serving.served_model import ServedModel
+from loraplex.serving.wire_request import note_subject
 
 Validate = Callable[[ServedModel, ConfiguredAdapter, str], Awaitable[LoraplexError | None]]
 """Validates an adapter in a tenant's turn; returns why it cannot be served."""
@@ -115,6 +116,7 @@ class CatalogAdmin:
         canary: bool,
     ) -> tuple[ServedModel, AdapterLoad]:
         """Check all of a load but the adapter itself."""
+        note_subject(model, name, is_change=True)
         served = self._managed_model(principal, model, is_change=True)
         served.adapters_of(principal).check_manages(name)
         self._catalog.check_is_no_base(name)
@@ -166,6 +168,7 @@ class CatalogAdmin:
     async def unload(
         self, principal: Principal, ref: AdapterRef, mode: UnloadMode = UnloadMode.DRAIN
     ) -> Unloaded:
+        _note(ref)
         if self._declared is not None:
             served = self._managed_model(principal, ref.model)
             unloaded = await self._declared.unload(served, principal, ref.key, mode)
@@ -202,12 +205,15 @@ class CatalogAdmin:
         version = await self._catalog.change(lambda: model.store.alias(ref, alias, replace=replace))
         return card_of(version, model.state_of(version))
 
-    async def describe(self, principal: Principal, ref: AdapterRef) -> AdapterDetails:
+    async def describe(
+        self, principal: Principal, ref: AdapterRef, number: int | None = None
+    ) -> AdapterDetails:
+        _note(ref, is_change=False)
         self._require_open()
         model = self._catalog.model(ref.model, principal)
         await self._settle(model, principal, ref.key)
         ref = model.adapters_of(principal).described(ref.key)
-        details = await describe(model, ref)
+        details = await describe(model, ref, number)
         return details if ref.tenant == principal.tenant else without_sources(details)
 
     async def _settle(self, model: ServedModel, principal: Principal, key: AdapterKey) -> None:
@@ -220,6 +226,7 @@ class CatalogAdmin:
         self, principal: Principal, ref: AdapterRef
     ) -> tuple[ServedModel, AdapterRef]:
         """Return the model and the adapter to change; raise if the principal may not."""
+        _note(ref)
         model = self._managed_model(principal, ref.model, is_change=True)
         await self._settle(model, principal, ref.key)
         return model, model.adapters_of(principal).managed(ref.key)
@@ -237,3 +244,8 @@ class CatalogAdmin:
         if is_change and self._refusal:
             raise UnsupportedFeatureError(self._refusal)
         return served
+
+
+def _note(ref: AdapterRef, *, is_change: bool = True) -> None:
+    name = ref.key.name if isinstance(ref.key, ByName) else ""
+    note_subject(ref.model, name, is_change=is_change)

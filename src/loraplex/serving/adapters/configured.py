@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
 from loraplex.adapters.base_check import is_about_rounding
@@ -11,10 +11,15 @@ from loraplex.adapters.version import check_name
 from loraplex.core.config import AdapterConfig, ModelConfig
 from loraplex.core.errors import ConfigError, LoraplexError
 from loraplex.core.principal import DEFAULT_TENANT
-from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
-from loraplex.serving.adapters.folders import Found, Log, find_adapters, find_below, read_list
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter, LeftOut
+from loraplex.serving.adapters.folders import (
+    FolderScan,
+    Found,
+    find_adapters,
+    find_below,
+    read_list,
+)
 from loraplex.serving.adapters.loading import CatalogLoader
-from loraplex.serving.adapters.path_states import PathStates
 from loraplex.serving.catalog import ModelCatalog
 from loraplex.serving.served_model import ServedModel
 
@@ -72,7 +77,9 @@ async def _load_named(
                 for warning in await loader.register_configured(model, DEFAULT_TENANT, adapter):
                     warned[warning].append(adapter.name)
             except LoraplexError as error:
-                _cannot_load(adapter, error)
+                if adapter.is_named:
+                    raise _not_loaded(adapter, error) from error
+                logger.warning("left out adapter %r: %s", adapter.name, error.message)
 
     tasks = [asyncio.create_task(load(adapter)) for adapter in named]
     try:
@@ -95,22 +102,16 @@ def log_adapter_warning(names: Sequence[str], warning: str) -> None:
 
 
 def wanted_adapters(
-    config: ModelConfig,
-    catalog: ModelCatalog,
-    *,
-    is_following: bool = False,
-    states: PathStates | None = None,
+    config: ModelConfig, catalog: ModelCatalog, scan: FolderScan
 ) -> list[ConfiguredAdapter]:
     """Return the configured adapters, each name and each task id once.
 
-    The first adapter has it; a later one is an error if it is named individually, else a warning.
-    Reads folders; raises ConfigError for an unreadable one. is_following: an earlier call has
-    logged the warnings already. states: notes what is read.
+    The first adapter has it; a later one is an error if it is named individually, else left out.
+    Reads folders, which `scan` takes note of; raises ConfigError for an unreadable one.
     """
-    log = logger.debug if is_following else logger.warning
     wanted: dict[str, ConfiguredAdapter] = {}
     task_ids: dict[int, str] = {}
-    for adapter in _configured(config, log, states or PathStates()):
+    for adapter in _configured(config, scan):
         name, task_id = adapter.name, adapter.task_id
         try:
             check_name(name)
@@ -120,27 +121,44 @@ def wanted_adapters(
             if task_id is not None and task_ids.setdefault(task_id, name) != name:
                 raise ConfigError(f"LoRA task {task_id} already is adapter {task_ids[task_id]!r}")
         except LoraplexError as error:
-            _cannot_load(adapter, error, log)
+            if adapter.is_named:
+                raise _not_loaded(adapter, error) from error
+            scan.left_out.append(LeftOut(adapter.path, f"adapter {name!r}: {error.message}"))
         else:
             wanted[name] = adapter
     return list(wanted.values())
 
 
-def _configured(config: ModelConfig, log: Log, states: PathStates) -> Iterator[ConfiguredAdapter]:
+def _configured(config: ModelConfig, scan: FolderScan) -> Iterator[ConfiguredAdapter]:
     for name, adapter in config.adapters.items():
         yield named_adapter(name, adapter)
     if config.multi_lora:
-        states.note(Path(config.multi_lora).expanduser())
+        scan.states.note(Path(config.multi_lora).expanduser())
         for name, path in read_list(Path(config.multi_lora)):
             yield ConfiguredAdapter(name, path, None, is_named=True, is_followed=True)
     found: Found = []
     for folder in config.adapter_dirs:
-        found += find_adapters(Path(folder), log, states)
+        found += find_adapters(Path(folder), scan)
     if config.lora_root:
-        found += find_below(Path(config.lora_root), log, states)
+        found += find_below(Path(config.lora_root), scan)
     for name, place in found:
         task_id = task_id_of(name)
         yield ConfiguredAdapter(name, str(place), task_id, is_named=False, is_followed=True)
+
+
+def log_left_out(left_out: Iterable[LeftOut], reported: Set[str] = frozenset()) -> None:
+    """Log why entries of folders are not served. reported: reasons that were logged before."""
+    for one in left_out:
+        if one.reason not in reported:
+            logger.warning("left out %s", one.reason)
+
+
+def log_empty_folders(config: ModelConfig, wanted: Sequence[ConfiguredAdapter]) -> None:
+    """Log the configured folders in which no adapter was found."""
+    for folder in (*config.adapter_dirs, *filter(None, (config.lora_root,))):
+        place = Path(folder).expanduser()
+        if not any(Path(adapter.path).is_relative_to(place) for adapter in wanted):
+            logger.warning("no adapter is in %s", place)
 
 
 def named_adapter(name: str, adapter: AdapterConfig) -> ConfiguredAdapter:
@@ -153,12 +171,8 @@ def named_adapter(name: str, adapter: AdapterConfig) -> ConfiguredAdapter:
     )
 
 
-def _cannot_load(
-    adapter: ConfiguredAdapter, error: LoraplexError, log: Log = logger.warning
-) -> None:
-    if adapter.is_named:
-        raise ConfigError(f"adapter {adapter.name!r}: {error.message}") from error
-    log("left out adapter %r: %s", adapter.name, error.message)
+def _not_loaded(adapter: ConfiguredAdapter, error: LoraplexError) -> ConfigError:
+    return ConfigError(f"adapter {adapter.name!r}: {error.message}")
 
 
 def task_id_of(name: str) -> int | None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from loraplex.adapters.base_check import is_about_rounding
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.adapters.staging import OPERATOR
 from loraplex.adapters.version import VersionOrigin
 from loraplex.core.adapter import AdapterRef, ByName
@@ -31,11 +32,13 @@ from loraplex.serving.adapter_cards import UnloadMode
 from loraplex.serving.adapters.configured import (
     load_configured,
     log_adapter_warning,
+    log_empty_folders,
+    log_left_out,
     named_adapter,
     task_id_of,
     wanted_adapters,
 )
-from loraplex.serving.adapters.folders import Signature, find_named, signature_of
+from loraplex.serving.adapters.folders import FolderScan, Signature, find_named, signature_of
 from loraplex.serving.adapters.loading import CatalogLoader
 from loraplex.serving.adapters.path_states import PathStates
 from loraplex.serving.catalog import ModelCatalog
@@ -101,9 +104,14 @@ class _Followed:
 class _Scan:
     """Scan of one model's folders and lists. It is cheap while nothing in them has changed."""
 
-    def __init__(self, config: ModelConfig, catalog: ModelCatalog) -> None:
-        self._config = config
+    def __init__(
+        self, model: ServedModel, catalog: ModelCatalog, policy: SourcePolicy, first: FolderScan
+    ) -> None:
+        """policy: where links may lead. first: what was reported already."""
+        self._model = model
         self._catalog = catalog
+        self._policy = policy
+        self._reported = {one.reason for one in first.left_out}
         self._found: dict[str, _Seen] = {}
         self._states: PathStates | None = None
         """None: there is no result, or it is not valid any longer."""
@@ -117,10 +125,13 @@ class _Scan:
         bases = tuple(self._catalog.models)
         if self._states is None or bases != self._bases or not self._states.are_unchanged():
             self._states, self._bases = None, bases
-            states = PathStates()
-            wanted = wanted_adapters(self._config, self._catalog, is_following=True, states=states)
-            self._found = _followed(wanted, states)
-            self._states = states
+            scan = FolderScan(self._policy)
+            wanted = wanted_adapters(self._model.config, self._catalog, scan)
+            self._found = _followed(wanted, scan.states)
+            self._states = scan.states
+            self._model.left_out = scan.left_out
+            log_left_out(scan.left_out, self._reported)
+            self._reported = {one.reason for one in scan.left_out}
         return self._found
 
 
@@ -128,9 +139,17 @@ class FolderFollower:
     """Follower of the adapter folders of all models. No failure stops it."""
 
     def __init__(
-        self, loader: CatalogLoader, catalog: ModelCatalog, interval_seconds: float
+        self,
+        loader: CatalogLoader,
+        catalog: ModelCatalog,
+        interval_seconds: float,
+        policy: SourcePolicy,
     ) -> None:
-        """interval_seconds: time between scans; 0: only the first scan."""
+        """interval_seconds: time between scans; 0: only the first scan.
+
+        policy: links of folders may lead where it lets clients load adapters from.
+        """
+        self._policy = policy
         self._loader = loader
         self._catalog = catalog
         self._interval_seconds = interval_seconds
@@ -144,14 +163,18 @@ class FolderFollower:
 
         Raises ConfigError.
         """
-        wanted = await asyncio.to_thread(wanted_adapters, model.config, self._catalog)
+        first = FolderScan(self._policy)
+        wanted = await asyncio.to_thread(wanted_adapters, model.config, self._catalog, first)
+        model.left_out = first.left_out
+        log_left_out(first.left_out)
+        log_empty_folders(model.config, wanted)
         # Scanned before the files are read, so that the next scan detects changes meanwhile.
         seen = await asyncio.to_thread(_followed, wanted)
         await load_configured(model, self._loader, self._catalog, wanted)
         if _is_followed(model.config):
             taken = {name: one for name, one in seen.items() if one.adapter.is_named}
             due = {name: one for name, one in seen.items() if name not in taken}
-            scan = _Scan(model.config, self._catalog)
+            scan = _Scan(model, self._catalog, self._policy, first)
             self._followed.append(_Followed(model, taken, seen, due, scan=scan))
 
     def start(self) -> None:
@@ -199,7 +222,7 @@ class FolderFollower:
         is_optional = _is_optional(model.config, name)
         if followed is None or not (model.config.lora_root or is_optional):
             return
-        seen = await asyncio.to_thread(_look_for, model.config, name)
+        seen = await asyncio.to_thread(_look_for, model.config, name, self._policy)
         if seen is None:
             return
         before, error = followed.refused.get(name, (None, None))
@@ -345,11 +368,11 @@ def _as_not_found(name: str, error: LoraplexError) -> AdapterNotFoundError:
     return AdapterNotFoundError(text, param="adapter", reason=error.message)
 
 
-def _look_for(config: ModelConfig, name: str) -> _Seen | None:
+def _look_for(config: ModelConfig, name: str, policy: SourcePolicy) -> _Seen | None:
     if _is_optional(config, name):
         adapter = named_adapter(name, config.adapters[name])
         return _Seen(adapter, signature_of(Path(adapter.path).expanduser()))
-    path = find_named(Path(config.lora_root), name)
+    path = find_named(Path(config.lora_root), name, policy)
     if path is None:
         return None
     adapter = ConfiguredAdapter(name, str(path), task_id_of(name), is_named=False, is_followed=True)

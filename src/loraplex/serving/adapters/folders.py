@@ -1,21 +1,22 @@
 """Scan of an operator's adapter folders: names of the adapters, and signatures to detect changes.
 
-Only names and sizes are read; staging reads the files. No name leaves its folder: links are
-followed first.
+Only names and sizes are read; staging reads the files. Symbolic links are followed within the
+scanned folder and the folders that adapters may be loaded from. What else might be an adapter is
+left out, with its reason.
 """
 
+import dataclasses
 import itertools
 import json
-import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.core.errors import ConfigError
+from loraplex.serving.access.tenant_adapters import LeftOut
 from loraplex.serving.adapters.path_states import PathStates
-
-logger = logging.getLogger(__name__)
 
 PEFT_CONFIG_NAME = "adapter_config.json"
 _ADAPTER_FILES = (PEFT_CONFIG_NAME, "model.lora_weights.npy")
@@ -25,63 +26,104 @@ _FILE_SUFFIXES = (".safetensors", ".gguf")
 _MAX_DEPTH = 16
 _MAX_LIST_BYTES = 16 << 20
 
-Log = Callable[..., None]
-"""Method of a logger that reports what was left out."""
 Found = list[tuple[str, Path]]
 """Adapters as (name, path), sorted by name."""
 Signature = tuple[tuple[str, int, int, int], ...]
 """(name, inode, size, mtime_ns) of each file of an adapter; empty where there are none."""
 
 
-def find_adapters(
-    folder: Path, log: Log = logger.warning, states: PathStates | None = None
-) -> Found:
+@dataclasses.dataclass(slots=True)
+class FolderScan:
+    """One scan of folders: where links may lead, what was read, and what was left out."""
+
+    policy: SourcePolicy = dataclasses.field(default_factory=lambda: SourcePolicy(roots=()))
+    """Links may lead where clients may load adapters from."""
+    states: PathStates = dataclasses.field(default_factory=PathStates)
+    left_out: list[LeftOut] = dataclasses.field(default_factory=list)
+
+    def may_follow(self, link: Path, root: Path) -> bool:
+        """Return whether a link stays within a scanned folder, or where adapters may be; note it
+        as left out if not. root: the folder, without links."""
+        try:
+            target = link.resolve(strict=True)
+        except (OSError, RuntimeError):
+            self._leave_out(link, f"symbolic link {link}: it leads nowhere")
+            return False
+        if target.is_relative_to(root):
+            return True
+        problem = self.policy.problem_of(target, f"{target}, where symbolic link {link} leads,")
+        if problem:
+            self._leave_out(link, problem)
+        return not problem
+
+    def _leave_out(self, link: Path, reason: str) -> None:
+        self.left_out.append(LeftOut(str(link), reason, is_link=True))
+
+
+def find_adapters(folder: Path, scan: FolderScan) -> Found:
     """Find every sub-folder with a PEFT adapter or TensorRT-LLM's pair of files.
 
-    states: notes what is read. Raises ConfigError.
+    Raises ConfigError.
     """
     folder = folder.expanduser()
-    entries = _entries(folder, states or PathStates())
-    found = [(entry.name, entry) for entry in entries if _is_adapter(entry)]
-    if not found:
-        log("no sub-folder of %s has an %s", folder, " or a ".join(_ADAPTER_FILES))
-    return _within(found, folder, log)
+    found = [
+        (entry.name, entry)
+        for entry in _entries(folder, scan.states)
+        if _is_adapter(entry) or _is_broken_link(entry)
+    ]
+    return _within(found, folder, scan)
 
 
-def find_below(root: Path, log: Log = logger.warning, states: PathStates | None = None) -> Found:
+def find_below(root: Path, scan: FolderScan) -> Found:
     """Find every adapter below a folder, at any depth, named by its relative path.
 
     A .safetensors or .gguf file is named without its suffix: `team/v1.2` is the folder team/v1.2,
     team/v1.2.safetensors or team/v1.2.gguf. The weights of a base model are no adapters.
-    states: notes what is read. Raises ConfigError.
+    Raises ConfigError.
     """
     root = root.expanduser()
-    found = sorted(_below(root, "", 0, log, states or PathStates()))
-    if not found:
-        log("no adapter is below %s", root)
-    return _within(found, root, log)
+    real = Path(os.path.realpath(root))
+    return _within(sorted(_Below(real, scan).find(root, "", (real,))), root, scan)
 
 
-def find_named(root: Path, name: str) -> Path | None:
-    """Return the adapter below a folder that find_below would give this name, if any."""
+def find_named(root: Path, name: str, policy: SourcePolicy | None = None) -> Path | None:
+    """Return the adapter below a folder that find_below would give this name, if any.
+
+    policy: where links may lead (default: nowhere but into the folder).
+    """
     root = root.expanduser()
     parts = name.split("/")
     if len(parts) > _MAX_DEPTH or any(not part or part[0] == "." or "\0" in part for part in parts):
         return None
+    scan = FolderScan() if policy is None else FolderScan(policy)
     folder = root / name
     files = [root / f"{name}{suffix}" for suffix in _FILE_SUFFIXES]
     try:
+        real = root.resolve()
         above = itertools.takewhile(lambda one: one != root, folder.parents)
-        if any(one.is_symlink() or _is_adapter(one) for one in above):
-            return None  # find_below skips it too: folders inside an adapter are checkpoints
+        if not _may_enter(list(above)[::-1], real, scan):
+            return None
         file = next(filter(Path.is_file, files), files[0])
         path = folder if folder.is_dir() and _is_adapter(folder) else file
         is_of_base = path == file and (file.parent / _BASE_CONFIG).is_file()
         is_there = path.is_dir() or (path.is_file() and not is_of_base)
-        inside = path.resolve().is_relative_to(root.resolve()) and _stays(path, root.resolve())
+        inside = is_there and _stays(path, real, scan)
     except (OSError, RuntimeError, ValueError):  # includes names that no file can have
         return None
-    return path if is_there and inside else None
+    return path if inside else None
+
+
+def _may_enter(above: list[Path], root: Path, scan: FolderScan) -> bool:
+    """Return whether find_below enters these folders, of which each is in the one before."""
+    chain: tuple[Path, ...] = (root,)
+    for folder in above:
+        if _is_adapter(folder):
+            return False  # folders inside an adapter are checkpoints
+        real = folder.resolve()
+        if folder.is_symlink() and (_is_circle(real, chain) or not scan.may_follow(folder, root)):
+            return False
+        chain = (*chain, real)
+    return True
 
 
 def read_list(path: Path) -> list[tuple[str, str]]:
@@ -127,29 +169,55 @@ def _file_signature(name: str, status: os.stat_result) -> tuple[str, int, int, i
     return name, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _below(
-    folder: Path, prefix: str, depth: int, log: Log, states: PathStates
-) -> Iterator[tuple[str, Path]]:
-    if depth > _MAX_DEPTH:
-        log("%s is deeper than %d folders: left out", folder, _MAX_DEPTH)
-        return
-    try:
-        entries = _entries(folder, states)
-    except ConfigError as error:
-        if not depth:
-            raise
-        log("%s: left out", error.message)
-        return
-    has_base = any(entry.name == _BASE_CONFIG for entry in entries)
-    for entry in entries:
-        name = prefix + entry.name
-        if _is_adapter(entry):
-            yield name, entry
-        elif os.path.isdir(entry):
-            if not entry.is_symlink():  # a link may lead back here
-                yield from _below(entry, f"{name}/", depth + 1, log, states)
-        elif entry.name.endswith(_FILE_SUFFIXES) and not has_base:
-            yield name.rpartition(".")[0], entry
+class _Below:
+    """Search below a folder, which is `root` without links."""
+
+    def __init__(self, root: Path, scan: FolderScan) -> None:
+        self._root = root
+        self._scan = scan
+
+    def find(
+        self, folder: Path, prefix: str, chain: tuple[Path, ...]
+    ) -> Iterator[tuple[str, Path]]:
+        """Yield adapters. chain: the folders that were entered, without links, down to `folder`."""
+        if len(chain) > _MAX_DEPTH + 1:
+            self._leave_out(folder, f"{folder} is deeper than {_MAX_DEPTH} folders")
+            return
+        try:
+            entries = _entries(folder, self._scan.states)
+        except ConfigError as error:
+            if not prefix:
+                raise
+            self._leave_out(folder, error.message)
+            return
+        has_base = any(entry.name == _BASE_CONFIG for entry in entries)
+        for entry in entries:
+            name = prefix + entry.name
+            if _is_adapter(entry):
+                yield name, entry
+            elif os.path.isdir(entry):
+                if (real := self._entered(entry, chain)) is not None:
+                    yield from self.find(entry, f"{name}/", (*chain, real))
+            elif _is_broken_link(entry) or (entry.name.endswith(_FILE_SUFFIXES) and not has_base):
+                yield name.rpartition(".")[0] or name, entry
+
+    def _entered(self, folder: Path, chain: tuple[Path, ...]) -> Path | None:
+        """Return a folder without links; None: what it links to is not searched."""
+        if not folder.is_symlink():
+            return chain[-1] / folder.name
+        real = Path(os.path.realpath(folder))
+        # The adapters of a circle are found under their own names.
+        if _is_circle(real, chain) or not self._scan.may_follow(folder, self._root):
+            return None
+        return real
+
+    def _leave_out(self, folder: Path, reason: str) -> None:
+        self._scan.left_out.append(LeftOut(str(folder), reason))
+
+
+def _is_circle(real: Path, chain: tuple[Path, ...]) -> bool:
+    """Return whether a folder contains one of those through which it was reached."""
+    return any(folder.is_relative_to(real) for folder in chain)
 
 
 def _entries(folder: Path, states: PathStates) -> list[Path]:
@@ -167,28 +235,29 @@ def _entries(folder: Path, states: PathStates) -> list[Path]:
     return entries
 
 
-def _within(found: Found, folder: Path, log: Log) -> Found:
-    """Drop adapters that leave the folder by a link."""
+def _within(found: Found, folder: Path, scan: FolderScan) -> Found:
+    """Drop adapters with a link that may not be followed."""
     root = Path(os.path.realpath(folder))
-    staying = []
-    for name, path in found:
-        if _stays(path, root):
-            staying.append((name, path))
-        else:
-            log("left out adapter %r: %s leads out of %s; name it one by one", name, path, folder)
-    return staying
+    return [(name, path) for name, path in found if _stays(path, root, scan)]
 
 
-def _stays(path: Path, root: Path) -> bool:
-    """Whether no link leads out. Only links are resolved, since there are thousands of folders."""
+def _stays(path: Path, root: Path, scan: FolderScan) -> bool:
+    """Return whether all links may be followed.
+
+    Only links are resolved, since there are thousands of folders.
+    """
     try:
         links = [path] if path.is_symlink() else []
         if path.is_dir():
             with os.scandir(path) as entries:
                 links += [Path(entry.path) for entry in entries if entry.is_symlink()]
-        return all(link.resolve().is_relative_to(root) for link in links)
     except (OSError, RuntimeError):
         return True  # a folder that may not be entered: staging reports its error
+    return all(scan.may_follow(link, root) for link in links)
+
+
+def _is_broken_link(path: Path) -> bool:
+    return os.path.islink(path) and not os.path.exists(path)
 
 
 def _is_adapter(folder: Path) -> bool:

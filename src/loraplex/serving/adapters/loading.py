@@ -10,7 +10,7 @@ from typing import Final
 
 from loraplex.adapters.base_check import BaseCheck
 from loraplex.adapters.sources.reference import shown_source
-from loraplex.adapters.staged import REQUEST_TENSORS, Examination
+from loraplex.adapters.staged import REQUEST_TENSORS, UPLOAD, Examination
 from loraplex.adapters.staging import OPERATOR, RequestTensor, StagedAdapter, StagingWorker
 from loraplex.adapters.store import AdapterVersion, Registration, VersionOrigin
 from loraplex.adapters.uploads import is_upload
@@ -28,13 +28,15 @@ from loraplex.core.errors import (
 from loraplex.core.gguf import gguf_stem
 from loraplex.core.principal import Principal
 from loraplex.core.request import RequestId
+from loraplex.core.stats import AdapterActivity
 from loraplex.models.engine_folder import source_model
 from loraplex.models.gguf_config import gguf_of
-from loraplex.serving.access.tenant_adapters import ConfiguredAdapter
+from loraplex.serving.access.tenant_adapters import ConfiguredAdapter, TenantAdapters
 from loraplex.serving.adapter_cards import (
     AdapterState,
     CanaryReport,
     LoadReport,
+    ReplacedVersion,
     TrialRefusal,
     TrialReport,
     card_fields,
@@ -98,8 +100,9 @@ class CatalogLoader:
         store.check_free(model.card.name, tenant, name, load.task_id, replace=load.replace)
         staged = await self.stage(model, path, tenant=tenant, is_trusted=False, upload=load.upload)
         if staged.changes_nothing:
+            shown = UPLOAD if load.upload is not None else shown_source(path)
             raise NoEffectError(
-                f"adapter {name!r} changes nothing: every lora_B of {shown_source(path)} is zero "
+                f"adapter {name!r} changes nothing: every lora_B of {shown} is zero "
                 "(an untrained adapter?)",
                 param="path",
             )
@@ -159,14 +162,18 @@ class CatalogLoader:
             examined = Examination()
         engine = model.engine
         free = engine.capacity.num_adapter_pages - engine.stats.adapters.device_pages_used
+        pages = free if report is None else report.content.device_pages
         changes_base = None if report is None or report.canary is None else True
+        activity = await model.adapter_activity() if pages > free else AdapterActivity()
         return TrialReport(
             is_ok=error is None,
             refusal=None if error is None else TrialRefusal(error.code, error.message),
             examination=examined,
             changes_base=False if isinstance(error, NoEffectError) else changes_base,
-            fits_now=None if report is None else report.content.device_pages <= free,
+            fits_now=None if report is None else pages <= free,
             free_pages=free,
+            evicts=_names_of(activity.evicted_for(pages - free), model.adapters_of(principal)),
+            replaces=_replaced(model, principal, load.name),
             adapter=report,
         )
 
@@ -345,7 +352,7 @@ class CatalogLoader:
             path,
             shapes=model.shapes,
             max_ranks=model.config.rank_limits,
-            base_model=_trained_name(model.card.path),
+            base_model=trained_name(model.card.path),
             base_path=model.card.path,
             base_check=BaseCheck(model.config.adapter_base_check),
             pool_dtype=model.card.dtype,
@@ -411,7 +418,7 @@ def _was_sent(version: AdapterVersion) -> bool:
 
 
 @functools.cache
-def _trained_name(model_path: str) -> str:
+def trained_name(model_path: str) -> str:
     """Return the likely name of a served base in adapters: its folder's name, or its hub id."""
     folder = source_model(Path(model_path)).resolve()
     gguf = gguf_of(folder)
@@ -420,3 +427,20 @@ def _trained_name(model_path: str) -> str:
     if folder.parent.name == "snapshots":  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
         return folder.parent.parent.name.removeprefix("models--").replace("--", "/")
     return folder.name
+
+
+def _replaced(model: ServedModel, principal: Principal, name: str) -> ReplacedVersion | None:
+    """Return the version that a load of this name would replace."""
+    present = model.store.find(AdapterRef(model.card.name, principal.tenant, ByName(name)))
+    if present is None:
+        return None
+    running = model.engine.requests.num_by_label().get(present.label, 0)
+    return ReplacedVersion(present.number, present.rank, running)
+
+
+def _names_of(digests: Sequence[str], seen: TenantAdapters) -> tuple[str, ...]:
+    """Return a name of each adapter that is seen, in the same order."""
+    if not digests:
+        return ()
+    names = {version.digest: version.name for version in seen.listed()}
+    return tuple(names[digest] for digest in digests if digest in names)

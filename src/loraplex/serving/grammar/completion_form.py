@@ -23,7 +23,8 @@ def completion_form(parts: CompletionGrammar, form_of: Callable[[Grammar], str])
     beside = [] if parts.content is None else [_named(form_of(parts.content))]
     content = "" if parts.content is None else f"@{_CONTENT}"
     completion = _completion(lark, parts, content)
-    before = "" if parts.reasoning is None else _reasoning(lark, parts.reasoning)
+    ends = () if parts.tool_use is None else FORMATS[parts.tool_calls].syntax.ends_reasoning
+    before = "" if parts.reasoning is None else _reasoning(lark, parts.reasoning, ends)
     own = {"lark_grammar": lark.grammar(f"{before} {completion}".strip() or '""')}
     return json.dumps({"grammars": [own, *beside]}, ensure_ascii=False)
 
@@ -39,9 +40,10 @@ def _named(form: str) -> dict[str, Any]:
     return {**grammars[0], "name": _CONTENT}
 
 
-def _reasoning(lark: Lark, reasoning: Reasoning) -> str:
+def _reasoning(lark: Lark, reasoning: Reasoning, ends: tuple[str, ...]) -> str:
+    """ends: texts that a reader takes for the end of the reasoning, too."""
     tags = reasoning.tags
-    thought = f"{lark.any_until(tags.end)} ({lark.regex(_SPACE)})?"
+    thought = f"{lark.any_until(tags.end, ends)} ({lark.regex(_SPACE)})?"
     if reasoning.is_open:
         return thought
     return f"({lark.text(tags.start)} {thought})?"

@@ -17,10 +17,13 @@ from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError
 from loraplex.core.grammar import Grammar, GrammarKind
 from loraplex.serving.grammar.completion_form import completion_form
 from loraplex.serving.text.chat_format import CompletionGrammar, read_completion_grammar
-from loraplex.serving.text.tool_calls.lark import JSON_WHITE_SPACE, pattern_of
+from loraplex.serving.text.tool_calls.lark import pattern_of
 
 MAX_EBNF_CHARACTERS: Final = 1 << 16
 """Their conversion is Python: a longer one would hold up others."""
+_COMPACT: Final = " ?"
+"""White space between the parts of a JSON text, where the schema sets no other in `x-guidance`.
+Models that may indent fill `max_tokens` with blanks, small ones above all."""
 _MAX_REASON: Final = 400
 _TOO_DEEP: Final = "it is nested too deep"
 _GBNF_ESCAPE: Final = re.compile(r"\\\\|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
@@ -71,11 +74,15 @@ def parse_json(kind: GrammarKind, text: str) -> Any:
         raise invalid(kind, _TOO_DEEP) from error
 
 
-def schema_form(schema: Mapping[str, Any] | str) -> str:
-    """Parse a JSON schema that is an object, or its text. Raises ValueError."""
+def schema_form(schema: Mapping[str, Any] | str, options: Any = None) -> str:
+    """Parse a JSON schema that is an object, or its text. Raises ValueError.
+
+    options: its `x-guidance`. A default pattern would win over its `whitespace_flexible`.
+    """
+    is_rigid = isinstance(options, Mapping) and options.get("whitespace_flexible") is False
     return LLMatcher.grammar_from_json_schema(
         schema if isinstance(schema, str) else dict(schema),
-        defaults={"whitespace_pattern": JSON_WHITE_SPACE},
+        defaults={} if is_rigid else {"whitespace_pattern": _COMPACT},
     )
 
 
@@ -84,7 +91,7 @@ def _from_schema(text: str) -> str:
     if not isinstance(schema, dict):
         raise invalid(GrammarKind.JSON_SCHEMA, f"it must be an object, got {_shortened(text)}")
     try:
-        return schema_form(text)
+        return schema_form(text, schema.get("x-guidance"))
     except ValueError as error:
         is_deep = "recursion limit" in str(error)
         reason = _TOO_DEEP if is_deep else str(error)

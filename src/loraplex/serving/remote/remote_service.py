@@ -163,14 +163,20 @@ class RemoteService:
         is_known = request.model in self._texts and request.model in principal.rights.models
         if not is_known or not isinstance(request.prompt, str) or not request.prompt:
             return request
-        is_cut = request.truncation is not None
+        texts, truncation = self._texts[request.model], request.truncation
+        if request.prefix is not None and request.adapters:
+            return request  # its prompts are the owner's
         try:
-            token_ids = await self._texts[request.model].prompt_ids(
-                request.prompt, request.add_special_tokens, is_cut=is_cut
+            request = request.with_prefix(texts.card.vectors.prompts)
+            token_ids = await texts.prompt_ids(
+                request.prompt, request.add_special_tokens, is_cut=truncation is not None
             )
         except LoraplexError:
             return request
-        return msgspec.structs.replace(request, prompt=tuple(token_ids))
+        if truncation is not None:  # tokens do not show what the tokenizer put around them
+            kept = texts.kept_tokens(request)
+            truncation = msgspec.structs.replace(truncation, kept=kept)
+        return msgspec.structs.replace(request, prompt=tuple(token_ids), truncation=truncation)
 
     def _number_of(self, batch: RequestBatch) -> int:
         """The number of an open batch; 0 for one of a single request."""

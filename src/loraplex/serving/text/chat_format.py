@@ -41,14 +41,13 @@ class ChatFormat(msgspec.Struct, frozen=True, kw_only=True):
     special_ids: dict[str, int] = {}
     """Markers that are special tokens of the tokenizer, and so no text unless it shows them."""
 
-    def shown_ids(self, *, has_tools: bool) -> tuple[int, ...]:
-        """Return the special tokens that must stay in a completion's text for it to be read."""
-        tags = TAGS.get(self.reasoning)
-        markers = (
-            *(() if tags is None else tags.markers),
-            *(FORMATS[self.tool_calls].markers if has_tools else ()),
-        )
-        return tuple(sorted({self.special_ids[m] for m in markers if m in self.special_ids}))
+    shown_ids: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Special tokens that must stay in a completion's text for it to be read: for a request without
+    tools, and for one with tools."""
+
+    @property
+    def separates_reasoning(self) -> bool:
+        return self.reasoning in TAGS
 
 
 UNKNOWN_FORMAT: Final = ChatFormat()
@@ -63,13 +62,15 @@ def chat_format(
     if reasoning == AUTO:
         reasoning = tags_of_template(template)
     tags = TAGS.get(reasoning)
-    markers = (*FORMATS[tool_calls].markers, *(() if tags is None else tags.markers))
+    of_reasoning = _special_ids(() if tags is None else tags.markers, tokenizer)
+    special_ids = _special_ids(FORMATS[tool_calls].markers, tokenizer) | of_reasoning
     return ChatFormat(
         tool_calls=tool_calls,
         reasoning=reasoning,
         knows_tools=_TOOLS in template,
         writes_calls=_CALLS in template,
-        special_ids=_special_ids(markers, tokenizer),
+        special_ids=special_ids,
+        shown_ids=(tuple(sorted({*of_reasoning.values()})), tuple(sorted({*special_ids.values()}))),
     )
 
 
@@ -114,7 +115,7 @@ class CompletionSyntax(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_all_content(self) -> bool:
         """Whether every completion is content as it is written."""
-        separates = self.separates_reasoning and self.chat_format.reasoning in TAGS
+        separates = self.separates_reasoning and self.chat_format.separates_reasoning
         return self.tool_use is None and not separates
 
     def reader(self) -> "CompletionReader":
@@ -126,12 +127,13 @@ class CompletionReader:
     """Reads the text of one sequence. However it is split, the deltas add up to the same."""
 
     def __init__(self, reading: CompletionSyntax) -> None:
+        call_format = FORMATS[reading.chat_format.tool_calls]
         tags = TAGS.get(reading.chat_format.reasoning) if reading.separates_reasoning else None
-        self._reasoning = None if tags is None else ReasoningReader(tags, reading.prompt)
+        ends = () if reading.tool_use is None else call_format.syntax.ends_reasoning
+        self._reasoning = None if tags is None else ReasoningReader(tags, reading.prompt, ends)
         self._includes_reasoning = reading.includes_reasoning
         self._calls: CallReader | None = None
         if reading.tool_use is not None:
-            call_format = FORMATS[reading.chat_format.tool_calls]
             self._calls = CallReader(reading.tool_use.tools, call_format.new_id)
             self._steps = call_format.read(self._calls)
 

@@ -27,9 +27,11 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def normalize_messages(
-    messages: Sequence[Mapping[str, Any]], content: ContentFormat = _ONE_TEXT
+    messages: Sequence[Mapping[str, Any]],
+    content: ContentFormat = _ONE_TEXT,
+    roles: Sequence[str] = ROLES,
 ) -> list[dict[str, Any]]:
-    """Fresh messages for a template; the given ones are not changed.
+    """Fresh messages for a template; the given ones are not changed. roles: that they may have.
 
     Raises InvalidRequestError, whose text and `param` name the message and the field.
     """
@@ -37,18 +39,20 @@ def normalize_messages(
         raise InvalidRequestError("messages must be a list of messages", param="messages")
     if not messages:
         raise InvalidRequestError("messages is empty: at least one is needed", param="messages")
-    return [_normalize(message, index, content) for index, message in enumerate(messages)]
+    return [_normalize(message, index, content, roles) for index, message in enumerate(messages)]
 
 
-def _normalize(message: Any, index: int, content: ContentFormat) -> dict[str, Any]:
+def _normalize(
+    message: Any, index: int, content: ContentFormat, roles: Sequence[str]
+) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise _invalid(where, f"must be an object, not {_kind(message)}")
     normal = {key: value for key, value in message.items() if value is not None}
     role = normal.get("role")
-    if role not in ROLES:
+    if role not in roles:
         problem = "is missing" if role is None else f"is {role!r}"
-        raise _invalid(f"{where}.role", f"{problem}; it must be one of {', '.join(ROLES)}")
+        raise _invalid(f"{where}.role", f"{problem}; it must be one of {', '.join(roles)}")
     if "tool_calls" in normal:
         calls = _tool_calls(normal.pop("tool_calls"), f"{where}.tool_calls")
         # Templates look whether the key is there: clients send an empty list for no calls.

@@ -19,7 +19,7 @@ import jinja2.sandbox
 import msgspec
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
-from loraplex.serving.text.chat_messages import normalize_messages
+from loraplex.serving.text.chat_messages import ROLES, normalize_messages
 from loraplex.serving.text.chat_template_files import find_templates
 from loraplex.serving.text.content_format import ContentFormat, content_format
 
@@ -125,16 +125,23 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         omits_absent: bool = False,
+        roles: Sequence[str] = ROLES,
     ) -> str:
         """The prompt; it already holds the special tokens.
 
         A `developer` message is given as a `system` one to a template that does not know that
         role. continue_final_message: the text ends where the last message does, which is not
-        closed. omits_absent: a variable that is None is not defined at all. Raises
-        InvalidRequestError: bad messages, no template, or the template's own refusal.
+        closed. omits_absent: a variable that is None is not defined at all. roles: of the
+        messages. Raises InvalidRequestError: bad messages, no template, or the template's own
+        refusal.
         """
-        template = self._choose(has_tools=bool(tools))
-        normal = normalize_messages(messages, template.content)
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            only = ", ".join(self._templates)
+            why = f"this model has no default chat template, only {only}" if only else NO_TEMPLATE
+            raise InvalidRequestError(why, param="messages")
+        normal = normalize_messages(messages, template.content, roles)
         if "developer" not in template.source:
             for message in normal:
                 if message["role"] == "developer":
@@ -155,18 +162,6 @@ class ChatTemplate:
             variables = {name: value for name, value in variables.items() if value is not None}
         text = self._render(template.code, variables)
         return _cut_at_mark(text) if continue_final_message else text
-
-    def _choose(self, *, has_tools: bool) -> _Template:
-        if not self._templates:
-            raise InvalidRequestError(NO_TEMPLATE, param="messages")
-        if has_tools and "tool_use" in self._templates:
-            return self._templates["tool_use"]
-        if "default" in self._templates:
-            return self._templates["default"]
-        raise InvalidRequestError(
-            f"this model has no default chat template, only {', '.join(self._templates)}",
-            param="messages",
-        )
 
     def _compile(self, text: str, source: str) -> _Template:
         try:

@@ -49,8 +49,10 @@ class ReasoningReader:
     Tags, and white space next to them, are in neither.
     """
 
-    def __init__(self, tags: ReasoningTags, prompt: str) -> None:
+    def __init__(self, tags: ReasoningTags, prompt: str, ends: tuple[str, ...] = ()) -> None:
+        """ends: texts other than the tag that end it, and belong to the rest."""
         self._tags = tags
+        self._ends = ends
         self._source = TextSource()
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -81,10 +83,10 @@ class ReasoningReader:
                 return
             source.advance(len(self._tags.start))
         yield from source.white_space()
-        marker = yield from source.pieces_until((self._tags.end,), self._keep)
+        marker = yield from source.pieces_until((self._tags.end, *self._ends), self._keep)
         if marker is None:
             self._keep(source.advance(len(source.unread)))
-        else:
+        elif marker == self._tags.end:
             source.advance(len(marker))
             yield from source.white_space()
 

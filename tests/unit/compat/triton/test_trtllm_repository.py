@@ -111,7 +111,6 @@ def test_a_parameter_of_our_own(written):
         ("kv_cache_free_gpu_mem_fraction", "much", "'much' is not a number"),
         ("gpu_device_ids", "0,a", "must be numbers of GPUs"),
         ("decoding_mode", "medusa", "medusa: .* is not served; leave it out or set top_k"),
-        ("encoder_engine_dir", "/x", "an encoder-decoder model, is not served"),
         ("tokenizer_dir", "/nowhere/tokenizer", "there is no folder /nowhere/tokenizer"),
     ],
 )

@@ -19,6 +19,7 @@ from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.cache_groups import cache_groups
 from loraplex.models.spec import EncoderSpec, ModelSpec
 from loraplex.models.specs.part import LayerCache
+from loraplex.models.stages import PipelineStage, stage
 from support.naming import naming
 from support.tiny_decoder import tiny_spec
 from support.toy_encoder import encoder_decoder_spec
@@ -80,6 +81,15 @@ def test_host_blocks() -> None:
     assert [group.num_host_blocks for group in size.capacities] == [5]
     with pytest.raises(ConfigError, match=naming(enough_bytes(BLOCK_BYTES), 0)):
         kv(kv_cache_host_memory_bytes=BLOCK_BYTES - 1)
+
+
+def test_a_stage_without_caches_has_no_host_blocks_in_no_memory() -> None:
+    first, *others = ONE_GROUP.layers
+    without = dataclasses.replace(first, mixer=None, linears={}, norms={})
+    whole = dataclasses.replace(ONE_GROUP, layers=(without, *others))
+    part = stage(whole, PipelineStage(0, len(whole.layers)))
+    assert part.layers == (without,)
+    assert [group.num_host_blocks for group in kv(part).capacities] == [0]
 
 
 def test_windows_are_by_layer_and_repeat() -> None:

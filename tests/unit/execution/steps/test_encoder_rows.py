@@ -96,7 +96,9 @@ def test_recorded_steps_find_lengths_at_addresses_that_stay() -> None:
     accelerator, batch = DelayedAccelerator(seed=1), batch_of_rows()
     with accelerator.compute():
         tensors = DeviceTensors(accelerator, TokenFeed(accelerator, 8), CAPACITY, 8)
-        blank = dataclasses.replace(no_rows(2, (), groups_of_encoders(CAPACITY)), num_padding=6)
+        blank = dataclasses.replace(
+            no_rows(2, encoder_groups=groups_of_encoders(CAPACITY)), num_padding=6
+        )
         first = tensors.batch(blank, (), None)
         assert lengths(first) == [0] * 6
         rows = first.rows[1].on_device

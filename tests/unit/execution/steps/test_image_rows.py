@@ -47,7 +47,7 @@ class Model:
     """Engines over one model, with an encoder."""
 
     def __init__(self, parts):
-        self.encoder = FakeEncoder(parts.decoder._embedding, MAX_TOKENS)
+        self.encoder = FakeEncoder(parts.decoder._embedding._rows, MAX_TOKENS)
         self._parts = dataclasses.replace(
             parts,
             encoder=self.encoder,

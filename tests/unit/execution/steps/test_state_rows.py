@@ -21,8 +21,9 @@ from loraplex.execution.steps.input_batch import (
 from loraplex.execution.steps.tensors import DeviceTensors, HostTensors
 from loraplex.kernels.native.backend import NativeKernels
 from loraplex.kernels.native.library import NativeLibraryError, load_library
+from loraplex.kernels.states import StatePlan
 from loraplex.models.batch import ForwardBatch
-from loraplex.models.mixers.state_plan import StateKind, StatePlan
+from loraplex.models.mixers.state_plan import StateKind
 from support.delayed_accelerator import DelayedAccelerator
 from support.fake_runner import FAKE_CAPACITY
 

@@ -50,7 +50,11 @@ def check(weights: PackedWeights, tensors: dict[str, torch.Tensor]) -> None:
     )
     name = prefix + "post_attention_layernorm.weight"
     assert torch.equal(layer.norms[NormPlace.BEFORE_FEED_FORWARD].weight, tensors[name])
-    assert torch.equal(parameters.embedding, tensors["model.embed_tokens.weight"])
+    embedding = parameters.embedding
+    if parameters.packed_embedding is not None:
+        assert not len(embedding)
+        embedding = weight_of(parameters.packed_embedding)
+    assert torch.equal(embedding, tensors["model.embed_tokens.weight"])
     assert torch.equal(parameters.final_norm.weight, tensors["model.norm.weight"])
 
 
@@ -98,13 +102,14 @@ def test_safetensors_come_before_pickled_files(tiny_checkpoint: TinyCheckpoint) 
 def test_tied_embeddings(tmp_path: Path) -> None:
     """A stored lm_head that is the embedding is redundant, not unknown."""
     tied_checkpoint = TinyCheckpoint(tmp_path, tie_word_embeddings=True)
-    embedding = tied_checkpoint.tensors["model.embed_tokens.weight"]
-    tied_checkpoint.tensors["lm_head.weight"] = embedding.clone()
+    tied_checkpoint.tensors["lm_head.weight"] = tied_checkpoint.tensors[
+        "model.embed_tokens.weight"
+    ].clone()
     tied_checkpoint.save()
     weights = load(tied_checkpoint)
     check(weights, tied_checkpoint.tensors)
     parameters = weights.parameters
-    assert torch.equal(weight_of(parameters.lm_head), parameters.embedding)
+    assert parameters.packed_embedding is parameters.lm_head
 
 
 def test_conversion_to_the_served_dtype(tiny_checkpoint: TinyCheckpoint) -> None:

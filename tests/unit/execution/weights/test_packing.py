@@ -12,6 +12,9 @@ from loraplex.execution.weights.packing import (
     WeightFormat,
     pack_checkpoint,
 )
+from loraplex.kernels.accelerator import HostAccelerator
+from loraplex.kernels.cuda.backend import CudaKernels
+from loraplex.kernels.dispatch import select_kernels
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.models.parameters import LinearPlace
@@ -115,3 +118,30 @@ def test_the_name_of_a_fused_layer(parts, name):
     place = LinearPlace(parts, 8)
     assert place.name == name
     assert place.shape == (sum(parts.values()), 8)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_a_shared_head_are_those_of_the_embedding(tmp_path, backend, dtype):
+    made = TinyCheckpoint(tmp_path, tie_word_embeddings=True)
+    made.save()
+    kernels = {
+        "cpu": select_kernels(CPU),
+        "gpu": CudaKernels(HostAccelerator()),
+        "torch": ReferenceKernels(CPU),
+    }[backend]
+    form = WeightFormat(dtype=dtype)
+    parameters = pack_checkpoint(made.folder, made.config, kernels, form).parameters
+    assert parameters.packed_embedding is parameters.lm_head is not None
+    ids = torch.randint(made.config.vocab_size, (9,))
+    rows = kernels.weight_rows(parameters.lm_head, ids, dtype)
+    embedding = made.tensors["model.embed_tokens.weight"].to(dtype)
+    assert torch.equal(rows, embedding[ids])
+
+
+def test_a_quantised_head_does_not_replace_the_embedding(tmp_path):
+    made = TinyCheckpoint(tmp_path, hidden_size=32, tie_word_embeddings=True)
+    made.save()
+    parameters = pack(made, INT8).parameters
+    assert parameters.packed_embedding is None
+    assert torch.equal(parameters.embedding, made.tensors["model.embed_tokens.weight"])

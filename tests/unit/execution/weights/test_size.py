@@ -45,6 +45,14 @@ def test_it_is_what_is_packed(backend, precision):
     assert weights_size(config, torch.bfloat16, precision) == pytest.approx(packed, rel=0.02)
 
 
+def test_a_head_that_is_the_embedding_counts_once():
+    config = dataclasses.replace(read_config(BASE_PATH), tie_word_embeddings=False)
+    tied = dataclasses.replace(config, tie_word_embeddings=True)
+    num_bytes = config.vocab_size * config.hidden_size * 2
+    sizes = [weights_size(each, torch.bfloat16, WeightPrecision.NATIVE) for each in (config, tied)]
+    assert sizes[0] - sizes[1] == num_bytes
+
+
 @pytest.fixture(scope="module", params=CASES)
 def stored(request, tmp_path_factory):
     """Groups of 16 inputs, as in these cases, have the largest share of scales."""

@@ -2,12 +2,19 @@
 
 import gzip
 import importlib.resources
+from pathlib import Path
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 
-from loraplex.frontends.console.routes import HEADERS, HOME, console_routes, files
+from loraplex.frontends.console.routes import (
+    HEADERS,
+    HOME,
+    console_routes,
+    files,
+    served_content,
+)
 
 STATIC = importlib.resources.files("loraplex.frontends.console") / "static"
 
@@ -24,7 +31,10 @@ async def test_each_file_has_every_header(client, path):
     response = await client.get(path)
     assert response.status_code == 200
     assert {name: response.headers[name] for name in HEADERS} == HEADERS
-    assert response.content == (STATIC / files()[path]).read_bytes()
+    assert response.content == served_content(files()[path])
+    if not path.endswith(".css"):
+        whole = (STATIC / files()[path]).read_bytes()
+        assert response.content.count(b"\n") == whole.count(b"\n")
 
 
 async def test_the_policy_allows_this_server_only(client):
@@ -34,16 +44,16 @@ async def test_the_policy_allows_this_server_only(client):
 
 
 async def test_a_browser_keeps_what_did_not_change(client):
-    first = await client.get(HOME + "main.js", headers={"accept-encoding": "gzip"})
+    first = await client.get(HOME + "shell.js", headers={"accept-encoding": "gzip"})
     assert first.headers["content-encoding"] == "gzip"
     tag = {"if-none-match": first.headers["etag"]}
-    again = await client.get(HOME + "main.js", headers=tag)
+    again = await client.get(HOME + "shell.js", headers=tag)
     assert (again.status_code, again.content) == (304, b"")
     assert again.headers["content-security-policy"] == HEADERS["content-security-policy"]
 
 
 async def test_without_gzip_a_file_is_sent_as_it_is(client):
-    plain = await client.get(HOME + "main.js", headers={"accept-encoding": "identity"})
+    plain = await client.get(HOME + "shell.js", headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers
 
 
@@ -58,9 +68,33 @@ async def test_nothing_else_is_served(client, path):
     assert (await client.get(HOME + path)).status_code == 404
 
 
+def test_comments_are_not_sent_and_everything_else_is():
+    whole = (STATIC / "lib/route.js").read_text()
+    sent = served_content("lib/route.js").decode()
+    assert "/**" in whole
+    assert "//" not in sent
+    code = [line for line in whole.splitlines() if not line.strip().startswith(("/", "*"))]
+    assert [line for line in sent.splitlines() if line.strip()] == [line for line in code if line]
+    assert served_content("vendor/marked.mjs") == (STATIC / "vendor/marked.mjs").read_bytes()
+
+
+def test_styles_are_one_file():
+    sent = served_content("style.css").decode()
+    assert "@import" not in sent
+    for path in Path(str(STATIC)).rglob("*.css"):
+        first = next(line for line in path.read_text().splitlines() if line.startswith((".", ":")))
+        assert first in sent, path
+    assert [name for name in files().values() if name.endswith(".css")] == ["style.css"]
+
+
 def test_the_page_is_small():
-    served = {name: (STATIC / name).read_bytes() for name in files().values()}
+    served = {name: served_content(name) for name in files().values()}
     own = sum(len(content) for name, content in served.items() if not name.startswith("vendor/"))
-    packed = sum(len(gzip.compress(content)) for content in served.values())
-    assert own <= 300 << 10
-    assert packed <= 250_000
+    assert own <= 400 << 10
+    # All screens in one language, which is what a reader can load at most.
+    loaded = [
+        content
+        for name, content in served.items()
+        if not name.endswith((".txt", "texts/zh.js", "texts/ja.js"))
+    ]
+    assert sum(len(gzip.compress(content)) for content in loaded) <= 120_000

@@ -32,7 +32,8 @@ async def found(
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "NONE", "path": path, "headers": []}
+    # No resource takes it.
+    scope = {"type": "http", "method": "TRACE", "path": path, "headers": []}
     await PathRouter(routes)(scope, None, send)
     assert sent[0]["status"] in (404, 405)
     return scope.get("route"), scope.get("path_params", {})

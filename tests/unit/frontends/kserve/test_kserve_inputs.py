@@ -76,8 +76,6 @@ def test_what_may_be_ignored_is_a_short_list():
     assert ignored == {
         "pad_id",
         "prompt_vocab_size",
-        "decoder_input_ids",
-        "decoder_input_lengths",
         "draft_input_ids",
         "draft_logits",
         "draft_acceptance_threshold",

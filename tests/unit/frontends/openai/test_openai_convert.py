@@ -20,10 +20,12 @@ from loraplex.core.sampling_params import SamplingParams
 from loraplex.frontends.field_names import named_as_sent
 from loraplex.frontends.openai import convert
 from loraplex.frontends.openai.body import parse_body
+from loraplex.frontends.openai.catalog import _DEFAULTS
 from loraplex.frontends.openai.sampling import sent_names
 from loraplex.frontends.openai.schema import ChatBody, CompletionBody, SamplingBody
 from loraplex.frontends.openai.unsupported import REFUSED
 from loraplex.serving.admission import check_request
+from loraplex.serving.backend import EncoderFormat
 from loraplex.serving.text.chat_format import ChatFormat, CompletionSyntax
 from support.echo_service import echo_card
 from support.naming import naming, refused
@@ -74,6 +76,23 @@ def test_a_bare_completion_has_openais_defaults():
         request_id=1, model="echo", prompt="hi", client_request_id="client-1"
     )
     assert request.sampling == SamplingParams(max_tokens=16, temperature=1.0)
+
+
+def default_body(defaults: dict[str, Any], *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {
+        name: value for name, value in defaults.items() if value is not None and name not in without
+    }
+
+
+def test_the_published_defaults_are_those_of_an_empty_body():
+    """A body that sends each of them gives the request of one that sends none."""
+    completions = default_body(_DEFAULTS.completion)
+    assert (completions["max_tokens"], completions["temperature"]) == (16, 1.0)
+    assert convert_completion(**completions) == convert_completion()
+    assert convert_chat(**default_body(_DEFAULTS.chat)) == convert_chat()
+    assert _DEFAULTS.chat["max_tokens"] is None
+    for defaults in (_DEFAULTS.completion, _DEFAULTS.chat, _DEFAULTS.compare):
+        assert set(defaults) <= set(SamplingBody.model_fields)
 
 
 WIRE_SAMPLING = {
@@ -544,3 +563,24 @@ def test_messages_keep_what_a_template_may_read():
 def test_refused_messages(messages, error, named):
     with pytest.raises(error, match=naming(*named)):
         convert.chat_messages(chat(messages=messages).messages)
+
+
+class TestModelsWithAnEncoder:
+    TARGET = convert.ModelTarget(
+        msgspec.structs.replace(
+            echo_card("echo"), encoder=EncoderFormat(max_tokens=100, first_ids=(2,))
+        ),
+        None,
+    )
+
+    def test_the_prompt_of_the_decoder(self) -> None:
+        [ids] = convert_completion(self.TARGET, decoder_prompt=[2, 5])
+        [text] = convert_completion(self.TARGET, decoder_prompt="deu_Latn")
+        [forced] = convert_completion(self.TARGET, forced_bos_token_id=7)
+        assert (ids.prompt, ids.decoder_prompt) == ("hi", (2, 5))
+        assert text.decoder_prompt == "deu_Latn"
+        assert (forced.decoder_prompt, forced.forced_bos_token_id) == (None, 7)
+
+    def test_echo_is_refused(self) -> None:
+        with refused(UnsupportedFeatureError, "echo", param="echo"):
+            convert_completion(self.TARGET, echo=True)

@@ -67,6 +67,36 @@ async def test_operators_choose(client):
     assert [one["tenant"] for one in one["requests"]] == ["other"]
 
 
+async def test_why_a_request_failed(client):
+    """And which adapter the routes of adapters were about."""
+    await complete(client, "default", "zz", 404)
+    body = {"name": "mine", "path": "/mine"}
+    await client.post("/v1/adapters", json=body, headers=bearer("default"))
+    await client.get("/v1/adapters/mine", headers=bearer("default"))
+    await client.get("/v1/adapters/no", headers=bearer("default"))
+    await client.post(
+        "/v1/load_lora_adapter",
+        json={"lora_name": "his", "lora_path": "/his"},
+        headers=bearer("default"),
+    )
+    await client.delete("/v1/adapters/mine", headers=bearer("default"))
+    failed, *others = (await recent(client, "default"))["requests"]
+    assert (failed["kind"], failed["subject"], failed["status"]) == ("generation", None, 404)
+    assert "'zz'" in failed["message"]
+    assert [(one["subject"], one["status"], one["model"]) for one in others] == [
+        ("mine", 201, "echo"),
+        ("no", 404, None),
+        ("his", 200, "echo"),
+        ("mine", 200, "echo"),
+    ]
+    assert (await recent(client, "default", kind="adapter"))["requests"] == others
+    found = (await recent(client, "default", kind="adapter", model="echo"))["requests"]
+    assert [one["subject"] for one in found] == ["mine", "his", "mine"]
+    assert (await recent(client, "default", kind="generation"))["requests"] == [failed]
+    assert len((await recent(client, "default", adapter="mine"))["requests"]) == 2
+    assert (await recent(client, "default", model="other"))["requests"] == []
+
+
 async def test_a_poll_gets_each_request_once(client):
     cursor, seen = (await recent(client, "acme"))["next"], []
     for _ in range(3):
@@ -85,6 +115,8 @@ async def test_a_poll_gets_each_request_once(client):
         ({"limit": 0}, ("limit", "[1, 1000]", 0)),
         ({"after": "x"}, ("after", "'x'")),
         ({"adapter": "x" * 257}, ("adapter", 256)),
+        ({"model": "x" * 257}, ("model", 256)),
+        ({"kind": "x"}, ("kind", "generation", "adapter", "'x'")),
     ],
 )
 async def test_wrong_queries(client, query, named):

@@ -5,18 +5,35 @@ import itertools
 import msgspec
 import pytest
 
-from loraplex.core.errors import AdapterNotFoundError
+from loraplex.core.errors import (
+    AdapterNotFoundError,
+    InvalidParameterError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PromptTooLongError,
+    RequestError,
+    StepFailedError,
+    UnsupportedFeatureError,
+)
 from loraplex.core.output import FinishReason, RequestTiming, ResolvedAdapter
 from loraplex.core.request import GenerateRequest
+from loraplex.frontends.openai.errors import raise_errors
 from loraplex.frontends.telemetry.recent_requests import (
     MAX_GENERATIONS,
     RecentRequest,
     RecentRequests,
+    RequestKind,
     RequestPage,
     RequestQuery,
 )
 from loraplex.frontends.telemetry.telemetry import Telemetry
-from loraplex.serving.wire_request import GenerationRecord, TraceParent, WireRequest
+from loraplex.serving.wire_request import (
+    GenerationRecord,
+    TraceParent,
+    WireRequest,
+    as_current,
+    note_subject,
+)
 
 MS = 10**6
 ZH = ResolvedAdapter("zh", "d1")
@@ -150,6 +167,95 @@ def test_filters():
     assert len(rows(recent, opened)[1]) == 2
     assert len(rows(recent, opened, tenant="other", status="open")[1]) == 1
     assert rows(recent, opened, status="ok")[1] == []
+
+
+def about(adapter, *, is_change=True, status="200", error=None, route="/v1/adapters"):
+    request = wire("acme", status=status, error=error)
+    request.path = request.route = route
+    with as_current(request):
+        note_subject("m", adapter, is_change=is_change)
+    return request
+
+
+def test_changes_of_adapters():
+    """They are kept whether they fail or not; what only describes one is kept if it fails."""
+    recent, error = recent_requests(), AdapterNotFoundError("there is no adapter 'no'")
+    recent(ended(ZH))
+    recent(about("zh"))
+    recent(about("zh", is_change=False))
+    recent(about("no", is_change=False, status="404", error=error))
+    unreadable = wire("acme", status="400", error=InvalidRequestError("the body is empty"))
+    unreadable.route = "/v1/adapters"
+    recent(unreadable)
+    (first, loaded, missing, bad), _ = rows(recent)
+    assert (first.kind, first.model, first.subject, first.message) == (
+        "generation",
+        "m",
+        None,
+        None,
+    )
+    assert (loaded.kind, loaded.model, loaded.subject) == ("adapter", "m", "zh")
+    assert (missing.subject, missing.message) == ("no", "there is no adapter 'no'")
+    assert (bad.kind, bad.model, bad.subject, bad.message) == (
+        "adapter",
+        None,
+        None,
+        "the body is empty",
+    )
+    assert ids(recent, kind=RequestKind.ADAPTER) == [2, 3, 4]
+    assert ids(recent, kind=RequestKind.GENERATION) == [1]
+    assert ids(recent, adapter="zh") == [1, 2]
+    assert ids(recent, model="m") == [1, 2, 3]
+    assert ids(recent, model="other") == []
+
+
+def listing(*errors):
+    with pytest.raises(RequestError) as caught:
+        raise_errors(errors)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ModelNotFoundError("there is no 'zz'", param="model"), "there is no 'zz'"),
+        (StepFailedError("xyz " * 150), "xyz " * 125),
+        (InvalidParameterError("top_k must be 1, got 2", param="top_k"), "top_k must be 1, got 2"),
+        (PromptTooLongError("the prompt has 9 tokens", param="prompt"), "the prompt has 9 tokens"),
+        (
+            UnsupportedFeatureError("messages[0].content[0] has type 'x'", param="messages[0]"),
+            "messages[0].content[0] has type 'x'",
+        ),
+        (
+            InvalidRequestError(f"the body must be an object, got {SECRET}"),
+            "the body must be an object",
+        ),
+        (InvalidRequestError(f"the template: {SECRET}", param="messages"), None),
+        *(
+            (
+                InvalidParameterError(f"it must be a text, got {SECRET}", param=param),
+                "it must be a text",
+            )
+            for param in (
+                *("prompt", "messages[3].content", "entries[2].prompt", "entries[2].messages[0]"),
+                *("input", "inputs", "text_input", "QUERY", "documents[0].text", "prompt[1]"),
+            )
+        ),
+        (
+            listing(
+                InvalidParameterError("top_k must be 1, got 2", param="top_k"),
+                InvalidParameterError(f"it must be a text, got {SECRET}", param="prompt"),
+            ),
+            "top_k must be 1; it must be a text",
+        ),
+    ],
+)
+def test_messages_have_nothing_of_a_prompt(error, shown):
+    recent = recent_requests()
+    recent(wire("acme", status="400", error=error))
+    recent(wire("acme", generation(error=error), status="400"))
+    for row in rows(recent)[0]:
+        assert row.message == shown
 
 
 def test_later_ones_after_a_cursor():

@@ -92,6 +92,28 @@ def test_windows_and_sinks(shape, rules, step):
     assert error(PagedRows(ManyShares(), shape, seq_lens), counts, rules) < 1e-6
 
 
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("rules", WINDOWS.values(), ids=WINDOWS)
+def test_queries_that_see_later_keys(rules, invariant):
+    """Whole rows, of one token, shorter and longer than the windows."""
+    rules = dataclasses.replace(rules, is_causal=False)
+    rows = PagedRows(ManyShares(batch_invariant=invariant), SHAPE, [140, 1, 23])
+    queries = rows.queries(rows.seq_lens)
+    output = rows.attended(queries, rules)
+    assert relative_error(output, rows.expected(queries, rules)) < 1e-6
+    alone = PagedRows(ManyShares(batch_invariant=invariant), SHAPE, [140])
+    alone.storage, alone.block_tables = rows.storage, rows.block_tables[:1]
+    torch.testing.assert_close(alone.attended(queries[:1], rules), output[:140], rtol=0, atol=0)
+
+
+def test_queries_may_outnumber_the_keys_of_their_row():
+    """Each query sees all of them: in cross attention keys are of another text."""
+    rules = AttentionRules(scale=0.2, is_causal=False)
+    rows = PagedRows(ManyShares(), SHAPE, [7, 90])
+    queries = rows.queries([33, 1])
+    assert relative_error(rows.attended(queries, rules), rows.expected(queries, rules)) < 1e-6
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES["no groups"]], ids=["grouped", "single"])

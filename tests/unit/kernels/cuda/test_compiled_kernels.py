@@ -62,6 +62,13 @@ LIMITS = {
     "norm": Limit(72, 1.0),
     "add_norm": Limit(88, 1.0),
     "activate": Limit(40, 1.0),
+    "multiply": Limit(40, 1.0),
+    "store_inputs": Limit(40, 0.66),
+    "causal_conv": Limit(96, 0.5),
+    # Recurrences
+    "recurrence": Limit(192, 0.5),
+    "gated_norm": Limit(48, 0.9),
+    "sigmoid_gate": Limit(40, 0.9),
     # Products
     "quantized_linear": Limit(255, 0.6),
     "add_splits": Limit(48, 1.0),
@@ -190,7 +197,7 @@ def _compile(arch: int, triton: str, *flags: str) -> list[dict[str, Any]]:
         assert report["triton"] == triton.removeprefix("triton-")
     kernels: list[dict[str, Any]] = report["kernels"]
     for kernel in kernels:
-        if "norm" in kernel["kernel"] and kernel["constants"]["HAS_BIAS"] == "False":
+        if "norm" in kernel["kernel"] and kernel["constants"].get("HAS_BIAS") == "False":
             kernel["kernel"] += " without bias"
     return kernels
 

@@ -75,7 +75,7 @@ def test_512_experts():
     assert_same_routes(experts.route(logits, MANY), route(logits, MANY))
 
 
-@pytest.mark.parametrize("name", ["deepseek-3", "groups of one"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-3", "groups of one"])
 def test_a_bias_selects_and_does_not_weigh(name):
     rules = RULES[name]
     logits, bias = torch.randn(9, rules.num_experts), torch.randn(rules.num_experts)

@@ -5,8 +5,10 @@ import os
 
 import pytest
 
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.core.errors import ConfigError
 from loraplex.serving.adapters.folders import (
+    FolderScan,
     find_adapters,
     find_below,
     find_named,
@@ -35,7 +37,7 @@ class TestBelowARoot:
         put(tmp_path, "fr-v1.0.gguf")
         put(tmp_path, "readme.md")
         (tmp_path / "empty").mkdir()
-        found = find_below(tmp_path)
+        found = find_below(tmp_path, FolderScan())
         assert dict(found) == {
             "fr-v1.0": tmp_path / "fr-v1.0.gguf",
             "ja": tmp_path / "ja.safetensors",
@@ -46,15 +48,17 @@ class TestBelowARoot:
 
     def test_the_files_of_an_adapter_are_none_themselves(self, tmp_path):
         put(put(tmp_path / "zh"), "adapter_model.safetensors")
-        assert names(find_below(tmp_path)) == ["zh"]
+        assert names(find_below(tmp_path, FolderScan())) == ["zh"]
 
     def test_hidden_ones_are_not_meant(self, tmp_path):
         put(tmp_path / ".arriving")
         put(tmp_path / "..data" / "zh")
         put(tmp_path, ".tmp.safetensors")
-        assert find_below(tmp_path) == []
+        assert find_below(tmp_path, FolderScan()) == []
 
-    def test_links_that_leave_are_left_out(self, tmp_path, caplog):
+    @pytest.fixture
+    def linked(self, tmp_path):
+        """A folder with one adapter, one link within it, and five links that leave it."""
         root, outside = tmp_path / "root", tmp_path / "outside"
         put(root / "zh")
         put(outside / "secret")
@@ -64,18 +68,46 @@ class TestBelowARoot:
         (root / "c").symlink_to(outside)
         (put(root / "d") / "adapter_model.safetensors").symlink_to(outside / "file.safetensors")
         (root / "within").symlink_to(root / "zh")
-        assert names(find_below(root)) == ["within", "zh"]
-        assert names(find_adapters(root)) == ["within", "zh"]
-        assert "left out adapter 'd'" in caplog.text
+        (root / "gone").symlink_to(outside / "gone")
+        return root
+
+    def test_links_that_leave_are_left_out(self, linked):
+        scan = FolderScan()
+        assert names(find_below(linked, scan)) == ["within", "zh"]
+        left = {os.path.relpath(one.path, linked) for one in scan.left_out}
+        assert left == {"a", "b.safetensors", "c", "d/adapter_model.safetensors", "gone"}
+        assert all(one.is_link and "symbolic link" in one.reason for one in scan.left_out)
+        (secret,) = (one for one in scan.left_out if one.path.endswith("/a"))
+        assert f"{linked.parent / 'outside' / 'secret'}, where" in secret.reason
+        assert "--allowed-adapter-roots" in secret.reason
+        scan = FolderScan()
+        assert names(find_adapters(linked, scan)) == ["within", "zh"]
+        assert len(scan.left_out) == 3  # a file and a folder without an adapter are none here
+
+    @pytest.mark.parametrize("roots", [None, "outside"])
+    def test_links_to_where_adapters_may_be_are_followed(self, linked, roots):
+        policy = SourcePolicy(roots=roots and (str(linked.parent / roots),))
+        scan = FolderScan(policy)
+        found = ["a", "b", "c/file", "c/secret", "d", "within", "zh"]
+        assert names(find_below(linked, scan)) == found
+        assert [one.path for one in scan.left_out] == [str(linked / "gone")]
+        for name, path in find_below(linked, FolderScan(policy)):
+            assert find_named(linked, name, policy) == path
+            leaves = name not in ("within", "zh")
+            assert (find_named(linked, name) is None) == leaves
+
+    def test_no_link_leads_into_the_state_directory(self, linked):
+        policy = SourcePolicy(closed_folder=str(linked.parent / "outside"))
+        assert names(find_below(linked, FolderScan(policy))) == ["within", "zh"]
 
     def test_a_root_that_is_a_link_or_relative(self, tmp_path, monkeypatch):
         put(tmp_path / "root" / "zh")
         (tmp_path / "link").symlink_to(tmp_path / "root")
-        assert names(find_below(tmp_path / "link")) == ["zh"]
+        assert names(find_below(tmp_path / "link", FolderScan())) == ["zh"]
         monkeypatch.chdir(tmp_path)
-        assert names(find_below(type(tmp_path)("root"))) == ["zh"]
+        assert names(find_below(type(tmp_path)("root"), FolderScan())) == ["zh"]
 
-    def test_entries_that_cannot_be_read_leave_the_others(self, tmp_path, monkeypatch, caplog):
+    def test_entries_that_cannot_be_read_leave_the_others(self, tmp_path, monkeypatch):
         put(tmp_path / "zh")
         for name in ("loop", "loop.safetensors"):
             (tmp_path / name).symlink_to(name)
@@ -90,27 +122,37 @@ class TestBelowARoot:
             return listdir(path)
 
         monkeypatch.setattr(os, "listdir", refusing)
-        assert "zh" in names(find_below(tmp_path))
-        assert "closed: Permission denied: left out" in caplog.text
-        assert "zh" in names(find_adapters(tmp_path))
+        scan = FolderScan()
+        assert "zh" in names(find_below(tmp_path, scan))
+        assert any("closed: Permission denied" in one.reason for one in scan.left_out)
+        assert "zh" in names(find_adapters(tmp_path, FolderScan()))
         for name in ("loop", "gone", "long"):
             assert find_named(tmp_path, name) is None
 
     def test_links_in_a_circle(self, tmp_path):
         put(tmp_path / "zh")
-        (tmp_path / "team").mkdir()
+        for name in ("team", "other"):
+            (tmp_path / name).mkdir()
         (tmp_path / "team" / "up").symlink_to(tmp_path)
+        (tmp_path / "team" / "other").symlink_to(tmp_path / "other")
+        (tmp_path / "other" / "team").symlink_to(tmp_path / "team")
         (tmp_path / "self").symlink_to(tmp_path / "self")
-        assert names(find_below(tmp_path)) == ["zh"]
+        scan = FolderScan(SourcePolicy())
+        assert names(find_below(tmp_path, scan)) == ["zh"]
+        assert [one.path for one in scan.left_out] == [str(tmp_path / "self")]
+        assert find_named(tmp_path, "team/up/zh", SourcePolicy()) is None
 
-    def test_far_too_deep(self, tmp_path, caplog):
+    def test_far_too_deep(self, tmp_path):
         put(tmp_path / "/".join("d" * 18))
-        assert find_below(tmp_path) == []
-        assert "is deeper than 16 folders" in caplog.text
+        scan = FolderScan()
+        assert find_below(tmp_path, scan) == []
+        (deep,) = scan.left_out
+        assert not deep.is_link
+        assert "is deeper than 16 folders" in deep.reason
 
     def test_nothing_there(self, tmp_path):
         with refused(ConfigError, tmp_path / "none"):
-            find_below(tmp_path / "none")
+            find_below(tmp_path / "none", FolderScan())
 
 
 class TestAList:
@@ -172,7 +214,11 @@ class TestNamedBelowARoot:
         put(tmp_path / "team" / "v1.2")
         put(tmp_path / "team", "v2.0.safetensors")
         put(tmp_path / "team", "v3.0.gguf")
-        assert dict(find_below(tmp_path))[name] == find_named(tmp_path, name) == tmp_path / path
+        assert (
+            dict(find_below(tmp_path, FolderScan()))[name]
+            == find_named(tmp_path, name)
+            == tmp_path / path
+        )
 
     @pytest.mark.parametrize(
         "name",
@@ -202,10 +248,11 @@ class TestNamedBelowARoot:
         put(tmp_path / "zh" / "checkpoint-500")
         put(tmp_path / "team" / "v1")
         (tmp_path / "linked").symlink_to(tmp_path / "team")
-        names = ("zh/checkpoint-500", "zh/adapter_config.json", "linked/v1", "zh/adapter_model")
+        names = ("zh/checkpoint-500", "zh/adapter_config.json", "zh/adapter_model")
         put(tmp_path / "zh", "adapter_model.safetensors")
-        assert [find_named(tmp_path, name) for name in names] == [None] * 4
-        assert [name for name, _ in find_below(tmp_path)] == ["team/v1", "zh"]
+        assert [find_named(tmp_path, name) for name in names] == [None] * 3
+        found = ["linked/v1", "team/v1", "zh"]
+        assert [name for name, _ in find_below(tmp_path, FolderScan())] == found
 
     def test_a_name_that_no_file_can_have(self, tmp_path):
         assert find_named(tmp_path, "a" * 5000) is None
@@ -215,5 +262,5 @@ def test_the_weights_of_a_base_model_are_no_adapter(tmp_path):
     put(tmp_path / "base", "config.json")
     put(tmp_path / "base", "model.safetensors")
     put(tmp_path / "zh")
-    assert names(find_below(tmp_path)) == ["zh"]
+    assert names(find_below(tmp_path, FolderScan())) == ["zh"]
     assert find_named(tmp_path, "base/model") is None

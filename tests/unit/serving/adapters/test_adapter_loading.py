@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.core.adapter import AdapterRef, ByName, ByTaskId
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import AdapterConfig, ModelConfig
@@ -21,8 +22,9 @@ from loraplex.core.errors import (
 )
 from loraplex.core.principal import LOCAL, Principal
 from loraplex.core.rank_limits import RankLimits
-from loraplex.serving.adapters.configured import find_adapters, log_adapter_warning
+from loraplex.serving.adapters.configured import log_adapter_warning
 from loraplex.serving.adapters.folder_follower import FolderFollower
+from loraplex.serving.adapters.folders import FolderScan, find_adapters
 from loraplex.serving.adapters.loading import AdapterLoad, CatalogLoader
 from loraplex.serving.catalog import ModelCatalog
 from support.naming import naming, refused
@@ -45,7 +47,7 @@ def configure(loading, catalog):
     """A function (model) that loads and validates what the model's configuration names."""
 
     async def load(model):
-        follower = FolderFollower(loading, catalog, 0)
+        follower = FolderFollower(loading, catalog, 0, SourcePolicy())
         await follower.load(model)
         await follower.validate()
 
@@ -101,7 +103,7 @@ async def test_a_load_reports_what_it_loaded(loading, staging, start):
             "max_ranks": RankLimits(32),
             "base_model": "base",
             "base_path": model.card.path,
-            "base_check": "warn",
+            "base_check": "auto",
             "pool_dtype": model.card.dtype,
             "reads_again": False,
             "is_trusted": False,
@@ -284,14 +286,16 @@ class TestConfigured:
         with refused(ConfigError, tmp_path / "nowhere"):
             await configure(model)
 
-    async def test_a_folder_without_adapters_is_worth_a_warning(self, tmp_path, caplog):
-        assert find_adapters(tmp_path) == []
-        assert "no sub-folder of" in caplog.text
+    async def test_a_folder_without_adapters_is_worth_a_warning(
+        self, configure, start, tmp_path, caplog
+    ):
+        await configure(await start(lora_root=str(tmp_path)))
+        assert f"no adapter is in {tmp_path}" in caplog.text
 
     async def test_home_folders(self, tmp_path, monkeypatch, adapter_dir):
         adapter_dir("zh")
         monkeypatch.setenv("HOME", str(tmp_path))
-        found = find_adapters(type(tmp_path)("~/adapters"))
+        found = find_adapters(type(tmp_path)("~/adapters"), FolderScan())
         assert [(name, path.is_dir()) for name, path in found] == [("zh", True)]
 
     async def test_a_sub_folder_that_may_not_be_entered_is_left_to_staging(
@@ -306,7 +310,7 @@ class TestConfigured:
             return is_file(path)
 
         monkeypatch.setattr(type(tmp_path), "is_file", refusing)
-        assert [name for name, _ in find_adapters(folder)] == ["zh"]
+        assert [name for name, _ in find_adapters(folder, FolderScan())] == ["zh"]
 
 
 def test_bases(make_model):

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 
+from loraplex.adapters.sources.policy import SourcePolicy
 from loraplex.core.adapter import AdapterRef, ByName, ByTaskId
 from loraplex.core.clock import SystemClock
 from loraplex.core.config import AdapterConfig
@@ -36,7 +37,7 @@ class Watched:
         self.staging = staging
         self.catalog = ModelCatalog(())
         self.loading = CatalogLoader(staging, self.catalog, SystemClock())
-        self.follower = FolderFollower(self.loading, self.catalog, 0.01)
+        self.follower = FolderFollower(self.loading, self.catalog, 0.01, SourcePolicy(roots=()))
         self._make_model = make_model
 
     async def start(self, *, validates=True, **config) -> None:
@@ -549,3 +550,22 @@ async def test_one_that_disappears_before_it_was_validated(watched):
     await watched.look()
     assert watched.served == {}
     assert list(watched.model.discovered) == []
+
+
+async def test_links_that_lead_out_are_reported_once_each(watched, tmp_path, caplog):
+    watched.put("zh", "one")
+    (watched.folder / "ja").symlink_to(watched.put("ja", where=tmp_path / "store"))
+    await watched.start(lora_root=str(watched.folder))
+    assert watched.served == {"zh": "one"}
+    assert [one.is_link for one in watched.model.left_out] == [True]
+    (watched.folder / "fr").symlink_to(tmp_path / "gone")
+    await watched.look()
+    assert len(watched.model.left_out) == 2
+    assert [r.message.split(",")[0] for r in caplog.records] == [
+        f"left out {tmp_path / 'store' / 'ja'}",
+        f"left out symbolic link {watched.folder / 'fr'}: it leads nowhere",
+    ]
+    (watched.folder / "ja").unlink()
+    (watched.folder / "fr").unlink()
+    await watched.look()
+    assert watched.model.left_out == []

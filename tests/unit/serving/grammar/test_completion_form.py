@@ -132,6 +132,20 @@ LISTS: dict[str, tuple[str, str, str, str, str]] = {
         "]",
         'functools[{"name": "get_weather", "arguments": {}}]',
     ),
+    "lfm2": (
+        "<|tool_call_start|>[",
+        'get_weather(city="Paris", days=2)',
+        ", clock()",
+        "]<|tool_call_end|>",
+        "<|tool_call_start|>[get_weather(days=2)]<|tool_call_end|>",
+    ),
+    "nemotron_json": (
+        "<TOOLCALL>[",
+        '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        ', {"name": "clock", "arguments": {}}',
+        "]</TOOLCALL>",
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {}}]</TOOLCALL>',
+    ),
     "granite": (
         "<|tool_call|>[",
         '{"name": "get_weather", "arguments": {"city": "Paris"}}',

@@ -48,6 +48,10 @@ def check() -> GrammarCheck:
     return GrammarCheck(SpecialTokens({0: b"</s>", 1: b"<eot>"}, VOCAB_SIZE))
 
 
+INDENTED = r'"type": "object", "x-guidance": {"whitespace_pattern": "\n[ ]{0,8}|[ \t]"}'
+"""A schema's own white space, which is served as it is."""
+
+
 def accepts(check: GrammarCheck, kind: GrammarKind, grammar: str, text: str) -> bool:
     """Whether the text is a whole output of the grammar, in the engine."""
     rows = GrammarRows(VOCAB_SIZE, vocabulary)
@@ -62,7 +66,10 @@ def accepts(check: GrammarCheck, kind: GrammarKind, grammar: str, text: str) -> 
     ("kind", "grammar", "right", "wrong"),
     [
         ("json_schema", '{"type": "object"}', '{"a": [1, null]}', "[1]"),
-        ("json_schema", '{"type": "object"}', '{\n  "a":\t1\n}', '{"a":\n\n1}'),
+        ("json_schema", '{"type": "object"}', '{"a":1,"b": [2, 3]}', '{\n"a":1}'),
+        ("json_schema", '{"type": "object"}', '{ "a" : 1 }', '{"a":  1}'),
+        ("json_schema", f"{{{INDENTED}}}", '{\n  "a":\t1\n}', '{"a":\n\n1}'),
+        ("json_schema", '{"x-guidance": {"whitespace_flexible": false}}', '{"a":1}', '{"a": 1}'),
         ("json_schema", '{"enum": ["a", 1.5]}', '"a"', '"b"'),
         ("regex", "[a-z]{2}|7", "ab", "abc"),
         ("regex", "^[a-z]/b$", "a/b", "a/bc"),

@@ -48,6 +48,12 @@ def test_the_settings_name_what_there_is() -> None:
         ("deepseek-r1", "deepseek_v3", "think"),
         ("phi-4-mini", "phi4_mini_json", "none"),
         ("granite-3", "granite", "none"),
+        ("granite-4", "hermes", "none"),
+        ("qwen-3.5", "qwen3_coder", "think"),
+        ("nemotron-h", "nemotron_json", "think"),
+        ("nemotron-3", "qwen3_coder", "think"),
+        ("lfm2", "lfm2", "none"),
+        ("lfm2.5", "lfm2", "think"),
         ("glm-4", "glm45", "think"),
         ("llama-2", "generic", "none"),
         ("chatml", "generic", "none"),
@@ -87,9 +93,9 @@ def test_markers_that_are_special_tokens_stay_in_the_text(tokenizer: Tokenizer) 
     assert set(found.special_ids) == {"<|tool_call|>", "<think>", "</think>"}
     assert found.knows_tools
     assert not found.writes_calls
-    shown = found.shown_ids(has_tools=True)
+    without_tools, shown = found.shown_ids
     assert set(shown) == set(found.special_ids.values())
-    assert len(found.shown_ids(has_tools=False)) == 2
+    assert len(without_tools) == 2
 
     text = '<think>Hm.</think><|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|end|>'
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -18,7 +18,16 @@ from support.naming import refused
 
 FILES = Path(__file__).parent / "chat_templates"
 FAMILIES = sorted(path.stem for path in FILES.glob("*.jinja"))
-TAKES_PARTS = {"gemma-3", "glm-4", "llama-3.2-vision", "mistral-tekken", "smol-vision"}
+TAKES_PARTS = {
+    "gemma-3",
+    "glm-4",
+    "granite-4",
+    "lfm2.5",
+    "llama-3.2-vision",
+    "mistral-tekken",
+    "qwen-3.5",
+    "smol-vision",
+}
 KNOWS_DEVELOPER = {"gpt-oss"}
 
 SYSTEM = {"role": "system", "content": "Be brief. "}

@@ -2,6 +2,8 @@
 
 import pytest
 
+from loraplex.core.tools import FunctionTool, ToolUse
+from loraplex.serving.text.chat_format import ChatFormat, CompletionSyntax
 from loraplex.serving.text.reasoning import TAGS, ReasoningReader, tags_of_template
 
 THINK = TAGS["think"]
@@ -41,6 +43,35 @@ def test_whole_and_character_by_character(
     assert read(list(text), prompt) == (reasoning, content)
     for cut in range(len(text)):
         assert read([text[:cut], text[cut:]], prompt) == (reasoning, content)
+
+
+CALL = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        (f"Hm.\n{CALL}", "Hm.", CALL),
+        (f"<tool_call> is a tag.\n\n{CALL}", "<tool_call> is a tag.", CALL),
+        (f"Hm.</think>So. {CALL}", "Hm.", f"So. {CALL}"),
+        ("Hm. <tool_call>\n<func", "Hm. <tool_call>\n<func", ""),
+    ],
+)
+def test_a_call_ends_the_reasoning_of_models_that_leave_the_tag_out(
+    text: str, reasoning: str, content: str
+) -> None:
+    for cuts in ([text], list(text)):
+        reader = CompletionSyntax(
+            chat_format=ChatFormat(tool_calls="qwen3_coder", reasoning="think"),
+            tool_use=ToolUse(tools=(FunctionTool(name="f"),)),
+            prompt="<think>\n",
+        ).reader()
+        deltas = [reader.push(piece) for piece in cuts] + [reader.push("", final=True)]
+        assert "".join(delta.reasoning for delta in deltas) == reasoning
+        assert reader.num_calls == content.count(CALL)
+        assert "".join(delta.content for delta in deltas) == content.replace(CALL, "").strip()
+    # A request without tools calls nothing.
+    assert read([text], "<think>")[0] == text.partition("</think>")[0]
 
 
 def test_reasoning_comes_at_once() -> None:

@@ -19,12 +19,12 @@ import torch
 
 from loraplex.core.errors import ConfigError
 from loraplex.core.gguf import BlockType, read_gguf
-from loraplex.core.gguf_names import family_of, hugging_face_name
+from loraplex.core.gguf_names import HeadLayout, family_of, hugging_face_name
 from loraplex.execution.weights.quantized.four_bit_floats import e2m1
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
-from loraplex.kernels.block_rows import BLOCK_TYPES, BlockRows
+from loraplex.kernels.block_rows import BLOCK_TYPES, BlockRows, joined_rows
 from loraplex.kernels.quantization import ScaleLevels
-from loraplex.models.spec import ModelSpec
+from loraplex.models.spec import LayerSpec, ModelSpec
 
 _IQ4_NL: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -247,18 +247,17 @@ class GgufWeights:
         self.path = path
         self._file = read_gguf(path)
         self._family = family_of(self._file)
-        self._head_dims = {
-            path: group.head_dim
-            for layer in spec.layers
-            for group in layer.linears.values()
-            for path in group.paths
+        self._layouts = {
+            f"model.layers.{index}.": _layout(layer) for index, layer in enumerate(spec.layers)
         }
         self._tensors = {
             name: tensor
             for tensor in self._file.tensors
             if (name := hugging_face_name(self._file, tensor)) is not None
         }
-        self.names: Sequence[str] = list(self._tensors)
+        self._joined = self._wholes()
+        parts = {part for parts in self._joined.values() for part in parts}
+        self.names: Sequence[str] = [*self._joined, *(n for n in self._tensors if n not in parts)]
         self._mappings: dict[Path, torch.Tensor] = {}
 
     def __enter__(self) -> "GgufWeights":
@@ -271,8 +270,15 @@ class GgufWeights:
         """Return a tensor; a quantised weight as float32."""
         stored = self._read(name)
         tensor = stored.decoded() if isinstance(stored, StoredWeight) else stored
-        is_norm = name.endswith("norm.weight")
-        return tensor.float() + self._family.norm_offset if is_norm else tensor
+        if name.endswith("A_log"):
+            return torch.log(-tensor.float()).flatten()
+        if name.endswith(".D"):
+            return tensor.flatten()
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):
+            return tensor.unsqueeze(1)
+        shift = self._family.norm_shift(name)
+        is_norm = name.endswith(("norm.weight", "norm_f.weight"))
+        return tensor.float().flatten() + shift if is_norm else tensor
 
     def stored(self, name: str) -> StoredWeight | None:
         """Return a quantised weight, but for the order of its rows as it is; None for others."""
@@ -281,12 +287,21 @@ class GgufWeights:
 
     def blocks(self, name: str) -> BlockRows | None:
         """Return the rows of a weight where they lie; None: of a type that no kernel reads so."""
+        if name in self._joined:
+            parts = [self.blocks(part) for part in self._joined[name]]
+            if None in parts:
+                return None
+            whole = joined_rows([part for part in parts if part])
+            order = self._heads(name).in_parts(name)
+            return whole if order is None else whole.rows(lambda tensor: tensor[order])
         described = self._file.tensors[self._tensors[name]]
         if described.kind not in BLOCK_TYPES.values() or len(described.shape) < 2:
             return None
         data = self._mapped(described.path)[described.start :][: described.num_bytes]
         if data.numel() < described.num_bytes:
             return None  # the file became shorter: `_read` has the message
+        if self._family.file_columns(name, self._heads(name)) is not None:
+            return None
         found = BlockRows.of(data, described.kind, described.shape)
         rows = self._rows(name, described.shape[0])
         return found if rows is None else found.rows(lambda tensor: tensor[rows])
@@ -299,21 +314,80 @@ class GgufWeights:
             )
         return self._mappings[path]
 
+    def _wholes(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of the parts of each weight that the file has in parts."""
+        found: dict[str, tuple[str, ...]] = {}
+        for name in self._tensors:
+            for whole, (first, *others) in self._family.joined.items():
+                layer, end, kind = name.partition(f"{first}.")
+                if end:
+                    parts = (first, *others)
+                    found[f"{layer}{whole}.{kind}"] = tuple(f"{layer}{p}.{kind}" for p in parts)
+        return found
+
+    def _heads(self, name: str) -> HeadLayout:
+        """Return the layout of a tensor's layer."""
+        return next(
+            (heads for layer, heads in self._layouts.items() if name.startswith(layer)),
+            HeadLayout(),
+        )
+
     def _rows(self, name: str, num_rows: int) -> list[int] | None:
         """Return the file's row for each row of a tensor; None: they are in order."""
-        head_dim = self._head_dims.get(name.rpartition(".")[0])
-        # What has no heads has no rows in another order.
-        return None if head_dim is None else self._family.file_rows(name, num_rows, head_dim)
+        return self._family.file_rows(name, num_rows, self._heads(name))
 
     def _read(self, name: str) -> torch.Tensor | StoredWeight:
+        if name in self._joined:
+            whole = _joined_weight([self._read(part) for part in self._joined[name]])
+            return _in_order(whole, self._heads(name).in_parts(name))
         own = self._tensors[name]
         described = self._file.tensors[own]
         found = decoded_blocks(
             f"{described.path}: {own}", self._file.bytes_of(own), described.kind, described.shape
         )
         rows = self._rows(name, described.shape[0])
-        if rows is None:
+        columns = self._family.file_columns(name, self._heads(name))
+        found = _in_order(found, rows)
+        if columns is None:
             return found
         if isinstance(found, StoredWeight):
-            return found.rows(lambda tensor: tensor[rows])
-        return found[rows]
+            return found.reordered(torch.tensor(columns))
+        return found[..., columns]
+
+
+def _in_order(
+    found: torch.Tensor | StoredWeight, rows: list[int] | None
+) -> torch.Tensor | StoredWeight:
+    """Return the rows of a tensor in an order; None: in its own."""
+    if rows is None:
+        return found
+    if isinstance(found, StoredWeight):
+        return found.rows(lambda tensor: tensor[rows])
+    return found[rows]
+
+
+def _joined_weight(parts: Sequence[torch.Tensor | StoredWeight]) -> torch.Tensor | StoredWeight:
+    """Return one weight of the rows of several. Those of different types become floats."""
+    stored = [part for part in parts if isinstance(part, StoredWeight)]
+    if len(stored) == len(parts) and len({(p.bits, p.group_size) for p in stored}) == 1:
+        found = stored[0].followed_by(stored[1:])
+        if found is not None:
+            return found
+    return torch.cat([p.decoded() if isinstance(p, StoredWeight) else p.float() for p in parts])
+
+
+def _layout(layer: LayerSpec) -> HeadLayout:
+    groups = [group.whole for group in layer.linears.values()]
+    layout = HeadLayout.of(
+        {module: size for group in groups for module, size in group.outputs.items()},
+        max((group.head_dim or 1 for group in groups), default=1),
+        max((group.num_key_heads for group in groups), default=0),
+    )
+    return layout._replace(
+        by_head={
+            module: (group.num_split_heads, tuple(group.head_parts.values()))
+            for group in groups
+            if group.head_parts
+            for module in group.outputs
+        }
+    )

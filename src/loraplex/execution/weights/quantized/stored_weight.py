@@ -122,6 +122,51 @@ class StoredWeight:
             levels=None if self.levels is None else self.levels.mapped(choose),
         )
 
+    def followed_by(self, others: Sequence["StoredWeight"]) -> "StoredWeight | None":
+        """Return one weight of the outputs of several of one kind; None: they are of several."""
+        parts = (self, *others)
+        tables = {part.table is None for part in parts}
+        forms = {(p.zeros is None, p.offsets is None, p.levels is None) for p in parts}
+        if len(tables) > 1 or len(forms) > 1 or any(p.groups_of_inputs is not None for p in parts):
+            return None
+        if self.table is not None and any(
+            p.table is None or not torch.equal(p.table, self.table) for p in parts
+        ):
+            return None
+
+        def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+            present = [tensor for tensor in tensors if tensor is not None]
+            return torch.cat(present, dim=-2) if present else None
+
+        codes, scales = (
+            torch.cat(each, dim=-2)
+            for each in zip(*((p.codes, p.scales) for p in parts), strict=True)
+        )
+        return dataclasses.replace(
+            self,
+            codes=codes,
+            scales=scales,
+            zeros=joined([p.zeros for p in parts]),
+            offsets=joined([p.offsets for p in parts]),
+            levels=None,
+        )
+
+    def reordered(self, order: torch.Tensor) -> "StoredWeight":
+        """Return the weight with its inputs in another order. order: [in] int64."""
+        moved = dataclasses.replace(self, codes=self.codes[..., order], levels=None)
+        starts = order[:: self.group_size]
+        in_groups = (starts[:, None] + torch.arange(self.group_size)).flatten()
+        if self.groups_of_inputs is None and torch.equal(in_groups, order):
+            groups = starts // self.group_size
+            zeros = None if self.zeros is None else self.zeros[..., groups]
+            offsets = None if self.offsets is None else self.offsets[..., groups]
+            scales = self.scales[..., groups]
+            return dataclasses.replace(moved, scales=scales, zeros=zeros, offsets=offsets)
+        of_inputs = self.groups_of_inputs
+        if of_inputs is None:
+            of_inputs = torch.arange(self.shape[-1]) // self.group_size
+        return dataclasses.replace(moved, groups_of_inputs=of_inputs[order])
+
     def inputs(self, first: int, end: int) -> "StoredWeight":
         """Return the weight of the inputs from first to end - 1."""
         codes = self.codes[..., first:end]

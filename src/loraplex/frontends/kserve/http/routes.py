@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.responses import Response
@@ -99,6 +99,9 @@ CLIENT_CLOSED_REQUEST = 499
 """Status of a request whose client has gone; only logs show it."""
 
 
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+
+
 def kserve_routes(
     service: TritonService,
     *,
@@ -132,12 +135,14 @@ def kserve_routes(
         *_admin_table(api),
         ("/v2/models/{model:path}/versions/{version}", {"GET": api.metadata}),
         ("/v2/models/{model:path}", {"GET": api.metadata}),
-        ("/v2/{path:path}", {}),
     ]
-    return [
+    routes = [
         RecordedRoute(path, Resource(handlers, without_key if path in without else authenticate))
         for path, handlers in table
     ]
+    # Any other method is refused by the route of another front end under /v2, if there is one.
+    rest = RecordedRoute("/v2/{path:path}", Resource({}, authenticate), methods=_METHODS)
+    return [*routes, rest]
 
 
 def _admin_table(api: "KServeApi") -> list[tuple[str, Mapping[str, Handler]]]:

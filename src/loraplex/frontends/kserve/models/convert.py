@@ -122,6 +122,7 @@ def convert(
     request = GenerateRequest(
         **msgspec.structs.asdict(head),
         prompt=_prompt(inputs, card, options),
+        decoder_prompt=_decoder_prompt(inputs, card),
         task=Generate(sampling),
         adapters=choices,
         add_special_tokens=options.adds_special_tokens,
@@ -255,6 +256,28 @@ def _prompt_ids(inputs: Inputs) -> tuple[int, ...]:
             f"input 'input_lengths' is {length}; it must be at least 1", param="input_lengths"
         )
     return tuple(array.tolist()[:length])
+
+
+def _decoder_prompt(inputs: Inputs, card: ModelCard) -> str | tuple[int, ...] | None:
+    """Return what the output of a model with an encoder begins with; None: it begins as usual.
+
+    One pad id is what preprocessing makes where the client sent nothing. Other models ignore
+    decoder_input_ids, as preprocessing sends them to all.
+    """
+    text = "".join(inputs.texts("decoder_text_input"))
+    if text:
+        return text
+    array = inputs.array("decoder_input_ids")
+    if array is None or card.encoder is None:
+        return None
+    length = inputs.first("decoder_input_lengths", array.size)
+    if length < 1:
+        raise InvalidTensorError(
+            f"input 'decoder_input_lengths' is {length}; it must be at least 1",
+            param="decoder_input_lengths",
+        )
+    ids = tuple(array.tolist()[:length])
+    return None if ids == (card.pad_token_id,) else ids
 
 
 # ---------------------------------------------------------------- what the KV is worth

@@ -231,7 +231,6 @@ _IMAGE_DIMS = (-1, -1, -1, -1)
 # `multimodal_embedding` and `return_kv_cache_reuse_stats` its code reads, undeclared.
 
 _OWN_DRAFT_TOKENS = "draft tokens change no output: the same number of own ones is used instead"
-_DECODER = "of encoder-decoder models; preprocessing always makes one pad id"
 
 TENSORRT_LLM: Final = ModelKind(
     name="tensorrt_llm",
@@ -245,8 +244,8 @@ TENSORRT_LLM: Final = ModelKind(
         scalar(or_uint32(used("request_output_len", "INT32", field="max_tokens", required=True))),
         scalar(used("num_return_sequences", "INT32", field="n")),
         no_effect("draft_input_ids", "INT32", (-1,), reason=_OWN_DRAFT_TOKENS, is_ragged=True),
-        no_effect("decoder_input_ids", "INT32", (-1,), reason=_DECODER, is_ragged=True),
-        scalar(no_effect("decoder_input_lengths", "INT32", reason=_DECODER)),
+        used("decoder_input_ids", "INT32", (-1,), is_ragged=True),
+        scalar(used("decoder_input_lengths", "INT32")),
         no_effect("draft_logits", "FP32", (-1, -1), reason=_OWN_DRAFT_TOKENS, is_ragged=True),
         scalar(no_effect("draft_acceptance_threshold", "FP32", reason=_OWN_DRAFT_TOKENS)),
         scalar(or_uint32(used("end_id", "INT32"))),
@@ -340,7 +339,7 @@ ENSEMBLE: Final = ModelKind(
     backend="",
     inputs=(
         used("text_input", "BYTES", required=True),
-        refused("decoder_text_input", "BYTES", reason=ENCODER_DECODER, neutral=(b"",)),
+        used("decoder_text_input", "BYTES"),
         or_uint32(used("max_tokens", "INT32", required=True)),
         used("num_return_sequences", "INT32", field="n"),
         used("bad_words", "BYTES", (-1,)),

@@ -66,12 +66,16 @@ class SequenceSoFar(msgspec.Struct, eq=False):
     timing: RequestTiming | None = None
     """Once the whole request has ended."""
 
-    def begin(self, prompt_token_ids: Sequence[int]) -> None:
-        """Take the prompt into the completion, if the client wants to see it there."""
+    def begin(self, prompt_token_ids: Sequence[int], num_encoder_tokens: int = 0) -> None:
+        """Take the prompt into the completion, if the client wants to see it there.
+
+        An encoder's input, the first tokens, is no part of the completion.
+        """
         if self.has_begun:
             return
         self.has_begun = True
         self.num_input_tokens = len(prompt_token_ids)
+        prompt_token_ids = prompt_token_ids[num_encoder_tokens:]
         generation = self.generation
         if generation.is_streamed or generation.excludes_input:
             return

@@ -13,6 +13,7 @@ import triton.language as tl
 from loraplex.kernels.cuda.programs.attention_prefill import load_tile, places_of
 from loraplex.kernels.cuda.programs.attention_tile import (
     add_tile,
+    end_of_keys,
     first_sums,
     fold,
     slopes_of,
@@ -80,7 +81,7 @@ def attend_chunks(
     row, first_token, num_queries, first_position = load_tile(
         tiles, tl.program_id(0), rows.seq_lens
     )
-    end = first_position + num_queries
+    end = end_of_keys(first_position, num_queries, tl.load(rows.seq_lens + row), S)
     in_tile, heads, is_row = places_of(kv_head, num_queries, BLOCK_M, S.G)
     num_sink_chunks, first, num_chunks = tiles_to_read(first_position, end, CHUNK, S)
     first_chunk = share * chunks_per_program

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from loraplex.kernels.cuda.programs.attention_tile import (
     add_tile,
+    end_of_keys,
     first_sums,
     slopes_of,
     tile_at,
@@ -62,7 +63,7 @@ def prefill(
     first_token += skipped
     first_position += skipped
     num_queries = tl.minimum(num_queries - skipped, BLOCK_M // S.G)
-    end = first_position + num_queries
+    end = end_of_keys(first_position, num_queries, tl.load(rows.seq_lens + row), S)
     in_tile, heads, is_row = places_of(kv_head, num_queries, BLOCK_M, S.G)
     dims = tl.arange(0, S.BLOCK_D)
     mask = is_row[:, None] & (dims < S.D)[None, :]
@@ -76,7 +77,7 @@ def prefill(
     # Tiles that all queries see whole. With a window there are few others: none is singled out.
     num_whole = num_tiles * 0
     if S.WINDOW == 0:
-        num_whole = (first_position + 1) // BLOCK_N
+        num_whole = (first_position + 1) // BLOCK_N if S.IS_CAUSAL else end // BLOCK_N
     slopes = slopes_of(terms, heads, is_row, S)
     maxima, sums = first_sums(terms, heads, is_row)
     values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)

@@ -40,6 +40,8 @@ class AttentionConstants(NamedTuple):
     """Tokens that a query sees; 0: all."""
     NUM_SINKS: Any
     """First tokens that are seen in addition to the window."""
+    IS_CAUSAL: Any
+    """Whether a query sees no later token. Else its window reaches as far ahead as back."""
 
 
 class Stored(NamedTuple):
@@ -82,14 +84,23 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def end_of_keys(first_position, num_queries, seq_len, S):
+    """The key after the last one that any of these queries of a row sees."""
+    end = first_position + num_queries
+    if not S.IS_CAUSAL:
+        end = tl.minimum(seq_len, end - 1 + S.WINDOW) if S.WINDOW > 0 else seq_len
+    return end
+
+
+@triton.jit
 def tiles_to_read(
     first_position,
     end,
     BLOCK_N: tl.constexpr,
     S,
 ):
-    """Tiles with keys for the positions first_position .. end - 1: (sink tiles, first tile
-    after them, number of all tiles).
+    """Tiles with keys for the queries from first_position on: (sink tiles, first tile after them,
+    number of all tiles). end: of their keys.
     """
     first = end * 0
     num_sink_tiles = end * 0
@@ -107,9 +118,17 @@ def tile_at(index, num_sink_tiles, first):
 
 
 @triton.jit
-def sees(positions, keys, S):
-    """Whether a query at a position sees a key; both of a shape, or of shapes that broadcast."""
-    seen = keys <= positions
+def sees(positions, keys, end, S):
+    """Whether a query at a position sees a key; both of a shape, or of shapes that broadcast.
+
+    end: of the keys that any of the queries sees.
+    """
+    if S.IS_CAUSAL:
+        seen = keys <= positions
+    else:
+        seen = keys < end
+        if S.WINDOW > 0:
+            seen = seen & (keys < positions + S.WINDOW)
     if S.WINDOW > 0:
         seen = seen & ((keys > positions - S.WINDOW) | (keys < S.NUM_SINKS))
     return seen
@@ -117,7 +136,7 @@ def sees(positions, keys, S):
 
 @triton.jit
 def is_read(keys, first_position, end, S):
-    """Whether any query at first_position .. end - 1 sees a key: no other may be touched."""
+    """Whether any query from first_position on sees a key: no other may be touched."""
     read = keys < end
     if S.WINDOW > 0:
         read = read & ((keys > first_position - S.WINDOW) | (keys < S.NUM_SINKS))
@@ -222,8 +241,8 @@ def add_tile(
     IS_MASKED: tl.constexpr,
 ):
     """Add the keys of one tile to the sums of query [M, BLOCK_D] at positions [M]; slopes [M].
-    The queries' positions are first_position .. end - 1. IS_MASKED: some key may be hidden from
-    some query. Products are of the query's type, values are rounded to it.
+    The queries' positions begin at first_position, their keys end at `end`. IS_MASKED: some key may
+    be hidden from some query. Products are of the query's type, values are rounded to it.
     """
     keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     read = is_read(keys, first_position, end, S)
@@ -239,7 +258,7 @@ def add_tile(
         products = products * scales[None, :]
     scores = scores_of(products, slopes[:, None], keys[None, :], positions[:, None], S)
     if IS_MASKED:
-        seen = sees(positions[:, None], keys[None, :], S)
+        seen = sees(positions[:, None], keys[None, :], end, S)
         scores = tl.where(seen, scores, float("-inf"))
     joint = tl.maximum(maxima, tl.max(scores, 1))
     base = finite_or_zero(joint)

@@ -109,6 +109,56 @@ def add_norm(
     tl.store(output + places, normed, mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def gated_norm(
+    output,
+    x,
+    gate,
+    weight,
+    num_rows,
+    x_stride,
+    x_group_stride,
+    gate_stride,
+    gate_group_stride,
+    eps,
+    IS_GATED_FIRST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    IS_PER_GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """output [num_rows, SIZE] = RMS norm of x [tokens, GROUPS, SIZE], and its gate's factor.
+
+    The norm is rounded, and so is its product with the weight ([GROUPS, SIZE] if IS_PER_GROUP).
+    Grid: groups of ROWS rows.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    is_column = columns < SIZE
+    inside = (rows < num_rows)[:, None] & is_column[None, :]
+    tokens, groups = rows // GROUPS, rows % GROUPS
+    x_starts = tokens * x_stride + groups * x_group_stride
+    narrow = tl.load(x + x_starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    gate_starts = tokens * gate_stride + groups * gate_group_stride
+    gates = tl.load(gate + gate_starts[:, None] + columns[None, :], mask=inside, other=0.0)
+    factor = activated(gates.to(tl.float32), "silu")
+    wide = narrow.to(tl.float32)
+    if IS_GATED_FIRST:
+        wide = wide * factor
+    mean = tl.sum(wide * wide, axis=1) / SIZE
+    unit = (wide * tl.rsqrt(mean + eps)[:, None]).to(narrow.dtype).to(tl.float32)
+    if IS_PER_GROUP:
+        own = (groups * SIZE)[:, None] + columns[None, :]
+        weights = tl.load(weight + own, mask=inside, other=0.0)
+    else:
+        weights = tl.load(weight + columns, mask=is_column, other=0.0)[None, :]
+    result = (unit * weights.to(tl.float32)).to(narrow.dtype)
+    if not IS_GATED_FIRST:
+        result = (result.to(tl.float32) * factor).to(narrow.dtype)
+    tl.store(output + (rows * SIZE)[:, None] + columns[None, :], result, mask=inside)
+
+
 @triton.jit
 def tanh(x):
     """tanh of float32 numbers to their last bits: near zero by its series, where 1 - e loses them.
@@ -141,6 +191,53 @@ def add(
     total = tl.load(residual + row * residual_stride + columns, mask=inside).to(tl.float32)
     total += added.to(tl.float32) * factor
     tl.store(output + row * SIZE + columns, total.to(added.dtype), mask=inside)
+
+
+@triton.jit
+def multiply(output, x, factor, x_stride, factor_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """output [rows, SIZE] = x * factor, rounded once. Grid: (rows, parts)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    narrow = tl.load(x + row * x_stride + columns, mask=inside)
+    by = tl.load(factor + row * factor_stride + columns, mask=inside)
+    product = narrow.to(tl.float32) * by.to(tl.float32)
+    tl.store(output + row * SIZE + columns, product.to(narrow.dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sigmoid_gate(
+    output,
+    x,
+    gate,
+    num_rows,
+    x_stride,
+    x_head_stride,
+    gate_stride,
+    gate_head_stride,
+    gate_element_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """output [num_rows, SIZE] = x * sigmoid(gate) of x, gate [tokens, HEADS, SIZE], each rounded.
+
+    Grid: groups of ROWS rows.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    tokens, heads = rows // HEADS, rows % HEADS
+    x_places = (tokens * x_stride + heads * x_head_stride)[:, None] + columns[None, :]
+    narrow = tl.load(x + x_places, mask=inside, other=0.0)
+    gate_starts = tokens * gate_stride + heads * gate_head_stride
+    gate_places = gate_starts[:, None] + columns[None, :] * gate_element_stride
+    wide = tl.load(gate + gate_places, mask=inside, other=0.0).to(tl.float32)
+    factor = (1.0 / (1.0 + tl.exp(-wide))).to(narrow.dtype)
+    product = narrow.to(tl.float32) * factor.to(tl.float32)
+    places = (rows * SIZE)[:, None] + columns[None, :]
+    tl.store(output + places, product.to(narrow.dtype), mask=inside)
 
 
 @triton.jit
@@ -245,7 +342,7 @@ def rotary(
 
 
 @triton.jit
-def _activated(wide, ACTIVATION: tl.constexpr):
+def activated(wide, ACTIVATION: tl.constexpr):
     """The activation, one of kernels.activations by value, of float32 numbers."""
     if ACTIVATION == "silu":
         result = wide / (1.0 + tl.exp(-wide))
@@ -289,8 +386,8 @@ def gate(
     if ACTIVATION == "clamped_swiglu":
         product = _clamped_swiglu(first.to(tl.float32), up.to(tl.float32)).to(first.dtype)
     else:
-        activated = _activated(first.to(tl.float32), ACTIVATION).to(first.dtype)
-        product = (activated.to(tl.float32) * up.to(tl.float32)).to(first.dtype)
+        result = activated(first.to(tl.float32), ACTIVATION).to(first.dtype)
+        product = (result.to(tl.float32) * up.to(tl.float32)).to(first.dtype)
     tl.store(output + row * SIZE + columns, product, mask=inside)
 
 
@@ -303,8 +400,8 @@ def activate(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
     narrow = tl.load(x + row * row_stride + columns, mask=inside)
-    activated = _activated(narrow.to(tl.float32), ACTIVATION)
-    tl.store(output + row * SIZE + columns, activated.to(narrow.dtype), mask=inside)
+    result = activated(narrow.to(tl.float32), ACTIVATION)
+    tl.store(output + row * SIZE + columns, result.to(narrow.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

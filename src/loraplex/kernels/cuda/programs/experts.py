@@ -93,8 +93,7 @@ def choose_experts(
 ):
     """One program: one token.
 
-    A softmax does not change the order, so logits are ranked: sums of exponentials cannot make two
-    of them equal.
+    Without a bias logits are ranked, whose order a softmax keeps: its sums could make two equal.
     """
     token = tl.program_id(0).to(tl.int64)
     numbers, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -102,9 +101,10 @@ def choose_experts(
     row = tl.load(logits + token * row_stride + numbers, mask=is_left, other=float("-inf"))
     row = row.to(tl.float32)
     shares = _shares(row, MODE)
-    scores = shares if MODE == "sigmoid" else row
     if selection_bias is not None:
-        scores += tl.load(selection_bias + numbers, mask=is_left, other=0.0)
+        scores = shares + tl.load(selection_bias + numbers, mask=is_left, other=0.0)
+    else:
+        scores = shares if MODE == "sigmoid" else row
     scores = _comparable(scores)
     if NUM_GROUPS > 1:
         scores = _without_other_groups(

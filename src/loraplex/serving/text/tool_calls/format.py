@@ -28,6 +28,8 @@ class CallSyntax(NamedTuple):
     """Characters that no content begins with; without a trigger only."""
     marked: "CallSyntax | None" = None
     """Syntax where content may begin with those characters; without a trigger only."""
+    ends_reasoning: tuple[str, ...] = ()
+    """Beginnings of calls at which reasoning ends: these models often leave its end tag out."""
 
 
 class ToolCallFormat(Protocol):

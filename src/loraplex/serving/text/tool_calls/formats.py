@@ -10,8 +10,10 @@ from loraplex.serving.text.tool_calls.families.glm import Glm
 from loraplex.serving.text.tool_calls.families.granite import Granite
 from loraplex.serving.text.tool_calls.families.hermes import Hermes
 from loraplex.serving.text.tool_calls.families.kimi import Kimi
+from loraplex.serving.text.tool_calls.families.lfm2 import Lfm2
 from loraplex.serving.text.tool_calls.families.llama_json import LlamaJson
 from loraplex.serving.text.tool_calls.families.mistral import Mistral, MistralNamed
+from loraplex.serving.text.tool_calls.families.nemotron import Nemotron
 from loraplex.serving.text.tool_calls.families.phi4 import Phi4
 from loraplex.serving.text.tool_calls.families.pythonic import Pythonic
 from loraplex.serving.text.tool_calls.families.qwen3_coder import Qwen3Coder
@@ -21,6 +23,8 @@ _BY_TEMPLATE: Final[tuple[ToolCallFormat, ...]] = (
     DeepSeekBare(),
     DeepSeek(),
     Kimi(),
+    Lfm2(),
+    Nemotron(),
     Glm(),
     Qwen3Coder(),
     Granite(),

@@ -75,6 +75,11 @@ TWO = {
         "<|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|>"
     ),
+    "lfm2": "<|tool_call_start|>[get_weather(city='Paris', days=2), clock()]<|tool_call_end|>",
+    "nemotron_json": (
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "clock", "arguments": {}}]</TOOLCALL>'
+    ),
     "generic": (
         '[{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, {"name": "clock"}]'
     ),
@@ -134,6 +139,9 @@ def test_every_family_has_an_example() -> None:
         ("<tool_call><function=", "qwen3_coder"),
         ("<tool_call><|tool_call|>", "granite"),
         ("<tool_call>", "hermes"),
+        ("<TOOLCALL>", "nemotron_json"),
+        ("<|tool_call_start|>", "lfm2"),
+        ("<|tool_list_start|>", "lfm2"),
         ("[TOOL_CALLS][ARGS]", "mistral_named"),
         ("[TOOL_CALLS]", "mistral"),
         ("<|/tool|>", "phi4_mini_json"),
@@ -209,6 +217,9 @@ def test_calls_of_llama_with_any_separator_or_none(between: str) -> None:
         "<tool_call><function=",
         "[get_weather(",
         "[other(a=1)]",
+        "<|tool_call_start|>[",
+        "<|tool_call_start|>none<|tool_call_end|>",
+        "<TOOLCALL>[",
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "a b", "arguments": {}}</tool_call>',
     ],
@@ -220,7 +231,7 @@ def test_what_is_no_call_is_content(family: str, text: str) -> None:
             assert parsed.content == text
 
 
-@pytest.mark.parametrize("family", sorted(set(TWO) - {"pythonic", "qwen3_coder", "glm45"}))
+@pytest.mark.parametrize("family", sorted(set(TWO) - {"pythonic", "lfm2", "qwen3_coder", "glm45"}))
 def test_arguments_come_as_they_are_written(family: str) -> None:
     reader = CompletionSyntax(chat_format=ChatFormat(tool_calls=family), tool_use=TOOLS).reader()
     deltas = [call for char in TWO[family] for call in reader.push(char).calls]
@@ -260,6 +271,12 @@ ALSO_CLOCK = [
     ("pythonic", " <|python_start|> [ clock( ) ] <|python_end|>"),
     ("qwen3_coder", "<tool_call> <function=clock> </function> </tool_call>"),
     ("glm45", "<tool_call>\n clock \n</tool_call>"),
+    ("lfm2", "<|tool_call_start|> [ clock( ) ] <|tool_call_end|>"),
+    ("lfm2", '<|tool_call_start|>[{"name": "clock"}]<|tool_call_end|>'),
+    ("lfm2", '<|tool_call_start|>{"name": "clock", "arguments": {}}<|tool_call_end|>'),
+    ("lfm2", "<|tool_call_start|>[clock()]<|tool_call_end|>[clock()]<|tool_call_end|>"),
+    ("nemotron_json", '<TOOLCALL> [ {"name": "clock"} ] </TOOLCALL>'),
+    ("nemotron_json", '<TOOLCALL>{"name": "clock"}</TOOLCALL>'),
     (
         "deepseek_v3",
         "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜> clock \n```json\n{}\n"
@@ -293,6 +310,14 @@ def test_how_models_write_it_too(family: str, text: str) -> None:
         parsed = Parsed(family, pieces)
         assert parsed.calls == [("clock", {})]
         assert parsed.content == ("So:" if text.startswith("So:") else "")
+
+
+def test_behind_the_calls_of_lfm2_a_bracket_is_content() -> None:
+    for text in ("[1] A source.", "[1", "[1] <|tool_call_start|>no<|tool_call_end|>"):
+        for is_cut in (False, True):
+            for pieces in ([TWO["lfm2"], text], list(TWO["lfm2"] + text)):
+                parsed = Parsed("lfm2", pieces, is_cut=is_cut)
+                assert (parsed.calls, parsed.content) == (TWO_CALLS, text)
 
 
 def test_the_id_of_kimi_is_without_space() -> None:
@@ -359,6 +384,7 @@ MISTRAL = '[TOOL_CALLS][{"name": "clock", "arguments": %s}]'
 GENERIC = '[{"name": "clock", "arguments": %s}]'
 QWEN = "<tool_call>\n<function=clock>\n%s</function>\n</tool_call>"
 GLM = "<tool_call>clock\n%s</tool_call>"
+LFM2 = "<|tool_call_start|>[clock(%s)]<|tool_call_end|>"
 PARAMETER = "<parameter=a>\nx\n</parameter>\n"
 PAIR = "<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n"
 BROKEN: list[tuple[str, str, Any]] = [
@@ -372,6 +398,7 @@ BROKEN: list[tuple[str, str, Any]] = [
             ("mistral_named", "[TOOL_CALLS]clock[ARGS]%s"),
             ("granite", f"<|tool_call|>{GENERIC}"),
             ("phi4_mini_json", f"functools{GENERIC}"),
+            ("nemotron_json", f"<TOOLCALL>{GENERIC}</TOOLCALL>"),
             ("deepseek_v31", "<｜tool▁call▁begin｜>clock<｜tool▁sep｜>%s<｜tool▁call▁end｜>"),
             (
                 "kimi_k2",
@@ -400,6 +427,11 @@ BROKEN: list[tuple[str, str, Any]] = [
     ("llama3_json", "<|python_tag|><|python_tag|>" + LLAMA % '{"a": 1', {"a": 1}),
     ("pythonic", '[clock(a="x\ny", b=+5),]', {"a": "x\ny", "b": 5}),
     ("pythonic", '<|python_start|>[clock(a="say "x"")]', {"a": 'say "x"'}),
+    ("lfm2", LFM2 % 'a="x\ny", b=+5', {"a": "x\ny", "b": 5}),
+    ("lfm2", LFM2 % "a='it's', b=['x', {\"c\": true}]", {"a": "it's", "b": ["x", {"c": True}]}),
+    ("lfm2", (LFM2 % "a='x'").replace("<|tool_call_end|>", ""), {"a": "x"}),
+    ("lfm2", f"<|tool_call_start|>{LFM2 % ''}", {}),
+    ("nemotron_json", f"<TOOLCALL>{GENERIC % '{}'}", {}),
     ("qwen3_coder", QWEN % PARAMETER.replace("</parameter>\n", ""), {"a": "x"}),
     (
         "qwen3_coder",
@@ -445,6 +477,9 @@ def test_a_call_that_models_break_is_repaired(family: str, text: str, value: Any
         ("deepseek_v31", "<｜tool▁call▁begin｜>clock<｜tool▁call▁end｜>"),
         ("kimi_k2", "<|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>"),
         ("pythonic", "[clock(a=1, b=now())]"),
+        ("lfm2", LFM2 % "a=1, b=now()"),
+        ("lfm2", "<|tool_call_start|>clock<|tool_call_end|>"),
+        ("nemotron_json", "<TOOLCALL>[nothing]</TOOLCALL>"),
         ("qwen3_coder", QWEN.replace("clock", "") % PARAMETER),
         ("qwen3_coder", QWEN % "oops"),
         ("glm45", GLM.replace("clock", "") % PAIR),
@@ -498,6 +533,7 @@ PIECES = (
     "<|tool_call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "\n",
     "```json\n", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     "<|tool_calls_section_begin|>",
+    "<|tool_call_start|>", "<TOOLCALL>", "</TOOLCALL>",
     "<|tool_call_begin|>", "functions.clock:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     " ", "text", '"', "\\", "1", "-", "e", "true", "null", "<|python_tag|>", "[CALL_ID]",
 )  # fmt: skip

@@ -1,4 +1,5 @@
 // Requests to the server of this page, with the key of who is signed in.
+import { createContext, useContext } from "./html.js";
 
 const STORED = "loraplex-key";
 const MAX_RETRY_SECONDS = 30;
@@ -163,3 +164,58 @@ async function* lines(reader, signal) {
     }
   }
 }
+
+// Who is signed in, and what they may do: GET /v1/me.
+
+/**
+ * @typedef {{tenant: string, has_keys: boolean, operator: boolean, version: string,
+ *   rights: {use: string[], list: string[], manage: string[], models: string[]},
+ *   limits: Record<string, number | null>,
+ *   uploads: {max_bytes: number, files: string[]} | null}} Me
+ */
+
+export const MeContext = createContext(null);
+
+/** @returns {Me} */
+export const useMe = () => useContext(MeContext);
+
+/** Whether any adapter may be changed. @param {Me} me */
+export const manages = (me) => me.rights.manage.length > 0;
+
+/**
+ * Whether an own adapter of this name may be changed. Patterns are a shell's.
+ * @param {Me} me @param {string} name
+ */
+export function mayManage(me, name) {
+  return me.rights.manage.some((pattern) => expressionOf(pattern).test(name));
+}
+
+/** @param {string} pattern */
+function expressionOf(pattern) {
+  const text = pattern.replace(/[.+^${}()|\\[\]]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
+  return new RegExp(`^${text}$`, "su");
+}
+
+// The base models of the server: GET /v1/models.
+
+/**
+ * @typedef {{id: string, created: number, root: string, max_model_len: number, device?: string,
+ *   device_name?: string, dtype?: string, quantization?: string | null,
+ *   capabilities?: Record<string, boolean>,
+ *   defaults?: Record<string, Record<string, unknown>>}} Model
+ */
+
+export const ModelsContext = createContext([]);
+
+/** @returns {Model[]} empty: not known yet */
+export const useModels = () => useContext(ModelsContext);
+
+/** Without other names of a model. @param {AbortSignal} signal @returns {Promise<Model[]>} */
+export async function baseModels(signal) {
+  const { data } = await get("/v1/models?kind=base", signal);
+  return data.filter(({ id, root }) => id === root);
+}
+
+/** The model that an address names, else the first. @param {Model[]} models @param {URLSearchParams} query */
+export const chosenModel = (models, query) =>
+  models.find(({ id }) => id === query.get("model")) ?? models[0] ?? null;

@@ -26,6 +26,12 @@ export function linkTo(screen, rest = "", query = {}) {
   return `#/${screen}${rest ? `/${encodeURIComponent(rest)}` : ""}${asked}`;
 }
 
+/**
+ * The playground with these outputs.
+ * @param {(string | null | {digest: string})[]} entries of `adapters` of POST /v1/compare
+ */
+export const columnsLink = (entries) => linkTo("playground", "", { columns: JSON.stringify(entries) });
+
 /** @param {string} link @param {{replace?: boolean}} options */
 export function go(link, { replace = false } = {}) {
   if (replace) {

@@ -55,17 +55,12 @@ export function count(value, options = {}) {
   return new Intl.NumberFormat(language, options).format(value);
 }
 
-/** @param {number} value */
+/** As the command line writes them: "0 B", "1.5 MiB". @param {number} value */
 export function bytes(value) {
-  const units = ["byte", "kilobyte", "megabyte", "gigabyte", "terabyte"];
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const power = value < 1 ? 0 : Math.min(4, Math.floor(Math.log2(value) / 10));
   const shown = value / 1024 ** power;
-  return new Intl.NumberFormat(language, {
-    style: "unit",
-    unit: units[power],
-    unitDisplay: "short",
-    maximumFractionDigits: power && shown < 10 ? 1 : 0,
-  }).format(shown);
+  return `${count(shown, { maximumFractionDigits: power && shown < 10 ? 1 : 0 })} ${units[power]}`;
 }
 
 /** A time in milliseconds with a fitting unit. @param {number | null | undefined} value */
@@ -88,4 +83,27 @@ export function moment(seconds) {
     timeStyle: "medium",
     ...(isToday ? {} : { dateStyle: "short" }),
   }).format(at);
+}
+
+const HOUR = 3600;
+
+/**
+ * A moment of Unix seconds as a list shows it: how long ago within an hour, then the clock, then the
+ * day.
+ * @param {number} seconds @param {number} now
+ */
+export function ago(seconds, now = Date.now() / 1000) {
+  const passed = Math.max(0, now - seconds);
+  if (passed < HOUR) {
+    const [value, unit] = passed < 60 ? [Math.floor(passed), "second"] : [Math.floor(passed / 60), "minute"];
+    return new Intl.RelativeTimeFormat(language, { style: "short" }).format(-value, unit);
+  }
+  const at = new Date(seconds * 1000);
+  const isToday = at.toDateString() === new Date(now * 1000).toDateString();
+  return new Intl.DateTimeFormat(language, isToday ? { timeStyle: "short" } : { dateStyle: "short" }).format(at);
+}
+
+/** A share of one as a percentage: 0.4 %, 12 %. @param {number} value */
+export function percent(value) {
+  return count(value, { style: "percent", maximumFractionDigits: value < 0.1 ? 1 : 0 });
 }

@@ -1,32 +1,37 @@
 // A grid of many rows of which only those in view are in the page.
-import { html, useEffect, useId, useLayoutEffect, useMemo, useRef, useState } from "../lib/html.js";
-import { isTyping, useKeys } from "../lib/keys.js";
+import { html, isTyping, useEffect, useId, useKeys, useLayoutEffect, useMemo, useRef, useState } from "../lib/html.js";
 
-export const ROW_PX = 40;
+const ROW_PX = 40;
+/** Where a row has two lines; its styles begin at the same width. */
+const NARROW = "(max-width: 900px)";
+const NARROW_ROW_PX = 56;
 const OVERSCAN = 5;
 
 /**
  * @template T
- * @typedef {{name: string, title: string, cell: (row: T) => unknown, kind?: string,
+ * @typedef {{name: string, title: unknown, cell: (row: T, index: number) => unknown, kind?: string,
  *   sort?: string}} Column kind: classes of its cells; sort: what its heading sorts by
  */
 
 /**
- * Keys: arrows, j and k, Page Up and Down, Home, End; Enter opens the current row.
+ * Keys: arrows, j and k, Page Up and Down, Home, End; Enter opens the current row, x selects it and m
+ * opens its menu. The current row is marked while the grid has the focus.
  * @template T
  * @param {{of: string, label: string, columns: Column<T>[], total: number, rowAt: (index: number) => T | undefined,
  *   onRange: (first: number, last: number) => void, onOpen: (row: T) => void, sort: string,
- *   onSort: (sort: string) => void}} props of: what is
+ *   onSort: (sort: string) => void, isPicked: (row: T) => boolean,
+ *   onPick: (index: number, isRange: boolean) => void}} props of: what is
  *   listed; another list begins at its top; rowAt: undefined for a row that is not loaded yet;
  *   sort: with a leading - from the largest to the smallest
  */
-export function Table({ of, label, columns, total, rowAt, onRange, onOpen, sort, onSort }) {
+export function Table({ of, label, columns, total, rowAt, onRange, onOpen, sort, onSort, isPicked, onPick }) {
   const id = useId();
   const grid = useRef(null);
+  const rowPx = useRowPx();
   const [view, setView] = useState({ top: 0, height: 0 });
   const [current, setCurrent] = useState(0);
-  const first = Math.max(0, Math.min(total, Math.floor(view.top / ROW_PX)) - OVERSCAN);
-  const last = Math.min(total, Math.ceil((view.top + view.height) / ROW_PX) + OVERSCAN);
+  const first = Math.max(0, Math.min(total, Math.floor(view.top / rowPx)) - OVERSCAN);
+  const last = Math.min(total, Math.ceil((view.top + view.height) / rowPx) + OVERSCAN);
 
   useLayoutEffect(() => {
     const measure = () =>
@@ -47,17 +52,20 @@ export function Table({ of, label, columns, total, rowAt, onRange, onOpen, sort,
   useEffect(() => setCurrent((old) => Math.max(0, Math.min(old, total - 1))), [total]);
 
   const act = useRef(null);
-  act.current = { current, total, page: Math.max(1, Math.floor(view.height / ROW_PX) - 2) };
+  act.current = { current, total, rowPx, onPick, page: Math.max(1, Math.floor(view.height / rowPx) - 2) };
   const move = (index) => {
     const next = Math.max(0, Math.min(index, act.current.total - 1));
     setCurrent(next);
-    reveal(grid.current, next);
+    reveal(grid.current, next, act.current.rowPx);
   };
+  const openMenu = () => document.getElementById(`${id}-${act.current.current}`)?.querySelector(".row-menu")?.click();
   const keys = useMemo(
     () =>
       new Map([
         ["j", () => move(act.current.current + 1)],
         ["k", () => move(act.current.current - 1)],
+        ["x", () => act.current.onPick(act.current.current, false)],
+        ["m", openMenu],
       ]),
     [],
   );
@@ -78,17 +86,26 @@ export function Table({ of, label, columns, total, rowAt, onRange, onOpen, sort,
     else return;
     event.preventDefault();
   };
+  const onClick = (event, index) => {
+    if (!event.shiftKey) return onOpen(rowAt(index));
+    // A link would open a window.
+    event.preventDefault();
+    return onPick(index, true);
+  };
 
   const shown = [];
   for (let index = first; index < last; index += 1) {
+    const row = rowAt(index);
     shown.push(html`<${Row}
       key=${index}
       id=${`${id}-${index}`}
       index=${index}
-      row=${rowAt(index)}
+      top=${index * rowPx}
+      row=${row}
       columns=${columns}
       isCurrent=${index === current}
-      onOpen=${onOpen}
+      isPicked=${row !== undefined && isPicked(row)}
+      onClick=${onClick}
     />`);
   }
   const isInView = current >= first && current < last;
@@ -99,6 +116,7 @@ export function Table({ of, label, columns, total, rowAt, onRange, onOpen, sort,
     ref=${grid}
     aria-label=${label}
     aria-rowcount=${total + 1}
+    aria-multiselectable="true"
     aria-activedescendant=${total && isInView ? `${id}-${current}` : null}
     onScroll=${() => setView({ top: grid.current.scrollTop, height: grid.current.clientHeight })}
     onKeyDown=${onKey}
@@ -108,16 +126,28 @@ export function Table({ of, label, columns, total, rowAt, onRange, onOpen, sort,
         ${columns.map((column) => html`<${Heading} key=${column.name} ...${{ column, sort, onSort }} />`)}
       </div>
     </div>
-    <div role="rowgroup" class="grid-body" style=${{ height: `${total * ROW_PX}px` }}>${shown}</div>
+    <div role="rowgroup" class="grid-body" style=${{ height: `${total * rowPx}px` }}>${shown}</div>
   </div>`;
 }
 
+/** The height of a row, which depends on the width of the page. */
+function useRowPx() {
+  const narrow = useMemo(() => matchMedia(NARROW), []);
+  const [isNarrow, setNarrow] = useState(narrow.matches);
+  useEffect(() => {
+    const onChange = () => setNarrow(narrow.matches);
+    narrow.addEventListener("change", onChange);
+    return () => narrow.removeEventListener("change", onChange);
+  }, []);
+  return isNarrow ? NARROW_ROW_PX : ROW_PX;
+}
+
 /** Scroll as little as shows a row. */
-function reveal(grid, index) {
-  const top = index * ROW_PX;
-  const height = grid.clientHeight - ROW_PX;
+function reveal(grid, index, rowPx) {
+  const top = index * rowPx;
+  const height = grid.clientHeight - grid.querySelector(".grid-head").offsetHeight;
   if (top < grid.scrollTop) grid.scrollTop = top;
-  else if (top + ROW_PX > grid.scrollTop + height) grid.scrollTop = top + ROW_PX - height;
+  else if (top + rowPx > grid.scrollTop + height) grid.scrollTop = top + rowPx - height;
 }
 
 function Heading({ column, sort, onSort }) {
@@ -137,21 +167,21 @@ function Heading({ column, sort, onSort }) {
   </div>`;
 }
 
-function Row({ id, index, row, columns, isCurrent, onOpen }) {
+function Row({ id, index, top, row, columns, isCurrent, isPicked, onClick }) {
   const isLoaded = row !== undefined;
   return html`<div
     role="row"
     id=${id}
     class=${`grid-row${isCurrent ? " current" : ""}`}
     aria-rowindex=${index + 2}
-    aria-selected=${isCurrent}
+    aria-selected=${isPicked}
     aria-busy=${!isLoaded}
-    style=${{ top: `${index * ROW_PX}px` }}
-    onClick=${() => isLoaded && onOpen(row)}
+    style=${{ top: `${top}px` }}
+    onClick=${(event) => isLoaded && onClick(event, index)}
   >
     ${columns.map(
       ({ name, kind = "", cell }) => html`<div role="gridcell" class=${`cell ${kind}`} key=${name}>
-        ${isLoaded ? cell(row) : name === columns[0].name ? "…" : null}
+        ${isLoaded ? cell(row, index) : name === "name" ? "…" : null}
       </div>`,
     )}
   </div>`;

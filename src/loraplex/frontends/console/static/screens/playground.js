@@ -1,289 +1,319 @@
-/* One prompt or chat, the base and adapters side by side, as one batch. */
-import { get } from "../lib/api.js";
-import { html, useEffect, useMemo, useReducer, useRef, useState } from "../lib/html.js";
-import { useMe } from "../lib/me.js";
-import { usePoll } from "../lib/poll.js";
-import { count, t } from "../lib/texts.js";
-import { Copy } from "../parts/copy.js";
-import { Mark } from "../parts/mark.js";
-import { Name } from "../parts/name.js";
-import { Column } from "./playground/column.js";
-import { curl, openai, triton } from "./playground/copies.js";
-import { History } from "./playground/earlier.js";
-import { keepOnlyOf, remember, saveSetup, savedSetup } from "./playground/history.js";
-import { CHAT_FIELDS, FIELDS, Options } from "./playground/options.js";
-import { Picker, adaptersLike } from "./playground/picker.js";
-import { Prompt } from "./playground/prompt.js";
-import { Output, Run } from "./playground/run.js";
-import { MAX_COLUMNS, STRUCTURES, bodyOf, fieldOf, newSetup } from "./playground/setup.js";
+// One message or prompt, the base and adapters side by side, as one batch.
+import { chosenModel, get, manages, useMe, useModels } from "../lib/api.js";
+import { html, PHONE, useDrop, useEffect, useKeys, useLayoutEffect, useMedia, useMemo, useReducer, useRef, useState, WIDE } from "../lib/html.js";
+import { go, linkTo } from "../lib/route.js";
+import { t } from "../lib/texts.js";
+import { Loading, lookAlikes } from "../parts/basics.js";
+import { begin, copyOf, goingOn, messagesOf, repliesOf, restored, Run, saved, shareReplies, versionOf } from "./playground/chat.js";
+import { Chats, keepChat, keepOnlyOf, savedSetup, saveSetup } from "./playground/chats.js";
+import { adaptersLike, Board, loadMarkdown } from "./playground/columns.js";
+import { Code, Composer, Panel, Parameters, Structure, Toolbar, Tools } from "./playground/composer.js";
+import { bodyOf, changedFields, fieldOf, fieldsOf, MAX_COLUMNS, newSetup, nextKey } from "./playground/setup.js";
 
 const SAVE_MS = 300;
 const NUM_FIRST = 2;
+const NUM_DIGITS = 8;
+const WARM = "0.8";
+/** The panel that has a field of the request. */
+const PANELS = new Map([["structured_outputs", "structure"], ["tools", "tools"], ["tool_choice", "tools"], ["parallel_tool_calls", "tools"]]);
 /** What the screen was before the reader looked at another one. */
-let kept = { tenant: "", setup: null, run: null };
+let kept = { tenant: "", state: null };
 
-export function Screen() {
+/** @param {{route: import("../lib/route.js").Route}} props */
+export function Screen({ route }) {
   const { tenant } = useMe();
-  const [setup, setSetup] = useState(() => {
+  const model = chosenModel(useModels(), route.query);
+  const [state, setState] = useState(null);
+  const named = route.query.get("columns");
+  const isNamed = useRef(false);
+  useEffect(() => {
+    if (!model) return;
     keepOnlyOf(tenant);
-    if (kept.tenant !== tenant) kept = { tenant, setup: null, run: null };
-    return kept.setup ?? savedSetup();
-  });
-  const models = usePoll(async (signal) => baseNames(await get("/v1/models", signal)), 0);
-  useEffect(() => {
-    if (!setup) firstSetup().then(setSetup, () => setSetup(newSetup()));
-  }, []);
-  if (!setup) return html`<h1>${t("playground.title")}</h1>`;
-  return html`<${Playground} tenant=${tenant} setup=${setup} setSetup=${setSetup} models=${models.data ?? []} />`;
+    if (kept.tenant !== tenant) kept = { tenant, state: null };
+    const earlier = kept.state ?? read();
+    if (named) {
+      firstState(model, named).then(setState);
+      // Back and reload find what became of them.
+      isNamed.current = true;
+      go(linkTo("playground", "", { model: route.query.get("model") ?? "" }), { replace: true });
+    } else if (isNamed.current) isNamed.current = false;
+    else if (earlier?.model === model.id) setState(earlier);
+    else firstState(model, null).then(setState);
+  }, [tenant, model?.id, named]);
+  if (!state || !model) return html`<h1 class="hidden-text">${t("playground.title")}</h1><${Loading} rows=${3} />`;
+  return html`<${Playground} key=${`${state.model} ${state.id}`} tenant=${tenant} model=${model} first=${state} />`;
 }
 
-/** Base models, without their adapters. */
-const baseNames = ({ data }) => data.filter(({ parent }) => !parent).map(({ id }) => id);
-
-/** The first base beside its first adapters. */
-async function firstSetup() {
-  const [base = ""] = baseNames(await get("/v1/models"));
-  const chosen = (await adaptersLike("", base)).slice(0, NUM_FIRST);
-  const columns = chosen.map(({ name, digest }) => [{ name, digest, scale: 1 }]);
-  return { ...newSetup(), columns: [[], ...columns] };
+/** What was put together before a reload. */
+function read() {
+  const found = savedSetup();
+  return found?.setup && { model: found.model, setup: found.setup, id: found.chat?.id ?? Date.now(), turns: restored(found.chat?.turns ?? []) };
 }
 
-function Playground({ tenant, setup, setSetup, models }) {
+/** The columns that an address names, or the base beside the adapters used or loaded last. */
+async function firstState(model, named) {
+  const setup = newSetup(model.capabilities?.chat === false ? "completion" : "chat");
+  const lists = named ? await Promise.all(JSON.parse(named).map(partsOf)) : await recent(model);
+  const columns = lists.slice(0, MAX_COLUMNS).map((parts, i) => ({ key: i + 1, parts }));
+  return { model: model.id, setup: { ...setup, columns }, id: Date.now(), turns: [] };
+}
+
+async function recent(model) {
+  const listed = await adaptersLike("", model.id).catch(() => []);
+  const parts = listed.slice(0, NUM_FIRST).map(({ name, digest }) => ({ name, digest, scale: 1 }));
+  parts.sort((left, right) => left.name.localeCompare(right.name));
+  return [[], ...parts.map((part) => [part])];
+}
+
+/** The parts of a column that an address names: null, a name, or the digest of a version. */
+async function partsOf(entry) {
+  if (entry === null) return [];
+  if (entry.digest) return [{ name: entry.digest.slice(0, NUM_DIGITS), digest: entry.digest, scale: 1, isVersion: true }];
+  const found = await get(`/v1/adapters/${encodeURIComponent(entry)}`).catch(() => null);
+  return [{ name: entry, digest: found?.digest ?? "", scale: 1 }];
+}
+
+function Playground({ tenant, model, first }) {
   const [, redraw] = useReducer((n) => n + 1, 0);
-  const [run, setRun] = useState(kept.run);
-  const [reference, setReference] = useState("base");
-  const [isRendered, setRendered] = useState(false);
+  const me = useMe();
+  const models = useModels();
+  const [setup, setSetup] = useState(first.setup);
+  const [chat, setChat] = useState({ id: first.id, turns: first.turns });
+  const [text, setText] = useState(first.text ?? "");
+  const [editing, setEditing] = useState(null);
+  const [panel, setPanel] = useState("");
+  const [view, setView] = useState("");
+  const [reference, setReference] = useState(null);
+  const [refusal, setRefusal] = useState({ field: "", message: "", setup: null });
+  const isPhone = useMedia(PHONE);
+  const isWide = useMedia(WIDE);
+  const [given, setGiven] = useState(null);
+  const LoadDialog = useRef(null);
+  const field = useRef(null);
+  const board = useRef(null);
+  const runs = useRef(first.runs ?? new Set());
   const redrawn = useRef(redraw);
-  kept = { ...kept, setup, run };
+  redrawn.current = redraw;
+  const current = { model: model.id, setup, id: chat.id, turns: chat.turns, text, runs: runs.current };
+  kept = { tenant, state: current };
   useEffect(() => {
-    const timer = setTimeout(() => saveSetup(setup), SAVE_MS);
+    const timer = setTimeout(() => saveSetup({ model: model.id, setup, chat: { id: chat.id, turns: saved(chat.turns) } }), SAVE_MS);
     return () => clearTimeout(timer);
-  }, [setup]);
+  }, [setup, chat]);
+  // Runs go on while another screen is looked at.
   useEffect(() => {
-    if (run) run.onChange = () => {
-      redrawn.current();
-      if (run.state !== "running") remember(run, tenant);
-    };
-  }, [run]);
+    for (const run of runs.current) run.onChange = () => changed(run);
+  }, []);
 
+  const isRunning = runs.current.size > 0;
   const change = (news) => setSetup((old) => ({ ...old, ...news }));
-  const { body, errors } = useMemo(() => bodyOf(setup), [setup]);
-  const isRunning = run?.state === "running";
-  const refused = run?.error?.param ? fieldOf(run.error.param) : "";
-  const shownErrors = refused && run.setup === setup ? new Map([...errors, [refused, run.error.message]]) : errors;
-  const start = () => {
-    if (isRunning || errors.size) return;
-    saveSetup(setup);
-    const next = new Run(setup, body, () => {});
-    setRun(next);
-    next.start();
+  const { fields, errors } = useMemo(() => fieldsOf(setup), [setup]);
+  const shownErrors = refusal.setup === setup ? new Map([...errors, [refusal.field, refusal.message]]) : errors;
+  const isChat = setup.kind === "chat";
+  const shownView = view || (isChat ? "rendered" : "text");
+  const base = (setup.columns.find(({ parts }) => !parts.length) ?? setup.columns[0]).key;
+  const compared = setup.columns.some(({ key }) => key === reference) ? reference : base;
+  const temperature = Number(setup.options.temperature || (model.defaults?.compare.temperature ?? 0));
+
+  const setTurns = (turns) => setChat((old) => ({ ...old, turns }));
+  function changed(run) {
+    if (run.state !== "running") runs.current.delete(run);
+    // Another tenant has signed in meanwhile: nothing of it is kept.
+    if (run.state !== "running" && kept.tenant === tenant) {
+      const { id, turns, setup: now } = kept.state;
+      if (turns.length) keepChat({ id, at: Date.now(), setup: now, turns: saved(turns) }, tenant);
+      const param = run.error?.param;
+      const name = fieldOf(param);
+      if (name && !["messages", "prompt", "adapters", "entries", "model"].includes(name)) {
+        setRefusal({ field: name, message: run.error.message, setup: now });
+        setPanel(PANELS.get(name) ?? "parameters");
+      }
+      saveSetup({ model: model.id, setup: now, chat: { id, turns: saved(turns) } });
+    }
+    redrawn.current();
+  }
+  /** Send entries, each to the output that it has. */
+  const send = (entries, outputs, own = {}) => {
+    const body = bodyOf(models.length > 1 ? model.id : "", { ...fields, ...own }, entries);
+    for (const output of outputs) output.isFormed = "structured_outputs" in fields;
+    const run = new Run(body, outputs, () => changed(run), () => board.current?.follow());
+    runs.current.add(run);
+    if (shownView === "rendered") loadMarkdown();
+    run.start();
+    redraw();
+    return run;
   };
+  const entryOf = (column, turns) =>
+    isChat ? { column, messages: messagesOf(setup.system, turns, column.key) } : { column, prompt: turns.at(-1).text };
+  const ask = () => {
+    if (isRunning || errors.size || !text.trim()) return;
+    const turn = { text, replies: new Map(), run: null };
+    const turns = [...(editing === null ? chat.turns : chat.turns.slice(0, editing)), turn];
+    const outputs = setup.columns.map(({ key }) => begin(turn, key));
+    setTurns(turns);
+    kept.state.turns = turns;
+    turn.run = send(setup.columns.map((column) => entryOf(column, turns)), outputs);
+    setEditing(null);
+    if (isChat) setText("");
+    board.current?.toEnd();
+  };
+  const columnOf = (key) => setup.columns.find((column) => column.key === key);
+  const again = (index, key, own) => {
+    if (isRunning || errors.size) return;
+    const turns = chat.turns.slice(0, index + 1);
+    send([entryOf(columnOf(key), turns)], [begin(turns[index], key)], own);
+  };
+  const answer = (index, key) => {
+    const turns = chat.turns.slice(0, index + 1);
+    const version = versionOf(turns[index], key);
+    const messages = [...messagesOf(setup.system, turns, key), ...repliesOf(version)];
+    const output = begin({ replies: new Map() }, key);
+    version.push(output);
+    send([{ column: columnOf(key), messages }], [output]);
+  };
+  /** A text that was cut is the beginning of the one that takes its place. */
+  const goOn = (index, key) => {
+    const turns = chat.turns.slice(0, index + 1);
+    const version = versionOf(turns[index], key);
+    const cut = version.pop();
+    const earlier = isChat && [...messagesOf(setup.system, turns, key), ...repliesOf(version)];
+    const output = goingOn(cut);
+    version.push(output);
+    if (!isChat) send([{ column: columnOf(key), prompt: turns[index].text + cut.shown }], [output]);
+    else send([{ column: columnOf(key), messages: [...earlier, { role: "assistant", content: cut.shown }] }], [output], { continue_final_message: true });
+  };
+  const stop = () => runs.current.forEach((run) => run.stop());
+  const edit = (index) => {
+    setEditing(index);
+    setText(chat.turns[index].text);
+    field.current.focus();
+  };
+  const newChat = (kind = setup.kind) => {
+    stop();
+    setChat({ id: Date.now(), turns: [] });
+    setEditing(null);
+    if (kind !== setup.kind) change({ kind });
+    else setText("");
+    field.current?.focus();
+  };
+  const open = (earlier) => {
+    stop();
+    setSetup(earlier.setup);
+    setChat({ id: earlier.id, turns: restored(earlier.turns) });
+    setEditing(null);
+  };
+
+  const act = {
+    edit,
+    again,
+    answer,
+    goOn,
+    show: (index, key, version) => {
+      chat.turns[index].replies.get(key).shown = version;
+      setTurns([...chat.turns]);
+    },
+    parts: (key, parts) => change({ columns: setup.columns.map((column) => (column.key === key ? { key, parts } : column)) }),
+    replace: (key, part) => act.parts(key, part ? [part] : []),
+    toggle: (part) => {
+      const found = setup.columns.find(({ parts }) => (part ? parts.length === 1 && parts[0].name === part.name : !parts.length));
+      if (found && setup.columns.length > 1) act.remove(found.key);
+      else if (!found && setup.columns.length < MAX_COLUMNS) change({ columns: [...setup.columns, { key: nextKey(setup), parts: part ? [part] : [] }] });
+    },
+    duplicate: (key) => {
+      if (setup.columns.length >= MAX_COLUMNS) return;
+      const added = nextKey(setup);
+      for (const { replies } of chat.turns) if (replies.has(key)) replies.set(added, copyOf(replies.get(key)));
+      const at = setup.columns.indexOf(columnOf(key)) + 1;
+      change({ columns: setup.columns.toSpliced(at, 0, { key: added, parts: columnOf(key).parts }) });
+    },
+    move: (key, by) => {
+      const at = setup.columns.indexOf(columnOf(key));
+      change({ columns: setup.columns.toSpliced(at, 1).toSpliced(at + by, 0, columnOf(key)) });
+    },
+    share: (key) => {
+      shareReplies(chat.turns, key, setup.columns.map((column) => column.key));
+      setTurns([...chat.turns]);
+    },
+    warmer: (key) => again(chat.turns.length - 1, key, { temperature: Number(WARM) }),
+    remove: (key) => change({ columns: setup.columns.filter((column) => column.key !== key) }),
+    cancel: (key) => {
+      const output = versionOf(chat.turns.at(-1), key)?.at(-1);
+      // An output that has ended meanwhile cannot be cancelled.
+      for (const run of runs.current) if (run.outputs.includes(output)) run.cancel(output).catch(() => {});
+    },
+  };
+  // A folder that is dropped is loaded, and tried beside the others.
+  useDrop(manages(me), () => {}, async (source) => {
+    LoadDialog.current ??= (await import("./adapters/load.js")).LoadDialog;
+    setGiven(source);
+  });
+  const onLoaded = ({ name, digest }) => {
+    const part = { name, digest, scale: 1 };
+    const earlier = setup.columns.find(({ parts }) => parts.length === 1 && parts[0].name === name);
+    if (earlier) act.replace(earlier.key, part);
+    else if (setup.columns.length < MAX_COLUMNS) act.toggle(part);
+    else return;
+    setGiven(null);
+  };
+  // What is drawn seldom calls the newest of them.
+  const acts = useRef({});
+  Object.assign(acts.current, act);
   const onKeyDown = (event) => {
+    if (event.isComposing || event.keyCode === 229) return;
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
-      start();
-    } else if (event.key === "Escape" && isRunning && !document.querySelector("dialog[open]")) run.stop();
+      ask();
+    } else if (event.key === "Escape" && !event.defaultPrevented && !document.querySelector("dialog[open], :popover-open:not(.token-card)")) {
+      if (isRunning) stop();
+      else if (editing !== null) {
+        setEditing(null);
+        setText("");
+      } else board.current?.escape();
+    }
   };
   // An effect of each render would come too late for who types and presses Enter at once.
   const newest = useRef(onKeyDown);
   newest.current = onKeyDown;
+  const newestChat = useRef(newChat);
+  newestChat.current = newChat;
   useEffect(() => {
     const listener = (event) => newest.current(event);
     addEventListener("keydown", listener);
     return () => removeEventListener("keydown", listener);
   }, []);
-  const open = ({ setup: earlier, texts }) => {
-    const shown = new Run(earlier, bodyOf(earlier).body, () => {});
-    shown.state = "done";
-    shown.outputs = texts.map((text) => Object.assign(new Output(), { text, state: "cut" }));
-    setSetup(earlier);
-    setRun(shown);
-  };
-  // Columns that were changed after a run show nothing of it.
-  const shown = run && run.setup.columns === setup.columns ? run : null;
-  // Outputs change often: what does not depend on them is not drawn again.
-  const form = useMemo(
-    () => html`<${Request} setup=${setup} change=${change} models=${models} errors=${shownErrors} />`,
-    [setup, models, errors, run?.state],
-  );
-  const foot = useMemo(
-    () => html`<${Foot} setup=${setup} body=${body} models=${models} reference=${reference} onReference=${setReference}
-      isRendered=${isRendered} onRendered=${setRendered} />`,
-    [setup, models, reference, isRendered],
-  );
+  useKeys(useMemo(() => new Map([["n", () => newestChat.current()]]), []));
+  // Chat is what one types in first; a phone would cover half of itself with its keyboard.
+  useLayoutEffect(() => {
+    if (!isPhone) field.current?.focus({ preventScroll: true });
+  }, []);
+
+  const numAdapters = setup.columns.filter(({ parts }) => parts.length).length;
+  const name = numAdapters ? t("playground.andAdapters", { model: model.id, n: numAdapters }) : model.id;
+  const numChanged = changedFields(setup).length;
+  const lastBody = () => chat.turns.at(-1)?.run?.body
+    ?? bodyOf(models.length > 1 ? model.id : "", fields, setup.columns.map((column) => entryOf(column, [{ text: text || "…", replies: new Map() }])));
+  const alike = useMemo(() => lookAlikes(setup.columns.flatMap(({ parts }) => parts.map(({ digest }) => digest))), [setup.columns]);
+  const openPanel = (name_) => setPanel(name_);
+  const tools = { setup, change, chat, view: shownView, reference: compared, numChanged, panel, isPhone, onView: setView, onReference: setReference, onPanel: openPanel };
   return html`<h1 class="hidden-text">${t("playground.title")}</h1>
-    <div class="playground stack">
-      ${form}
-      <div class="row">
-        <button class="primary" onClick=${start} disabled=${isRunning || errors.size > 0}>
-          ${t(run?.state === "gone" || run?.state === "stopped" ? "playground.runAgain" : "playground.run")}
-          <kbd>Ctrl+Enter</kbd></button>
-        <button onClick=${() => run.stop()} disabled=${!isRunning}>${t("playground.stop")} <kbd>Esc</kbd></button>
-        <${Summary} run=${shown ?? run} />
-        <div class="row end"><${History} onOpen=${open} /></div>
-      </div>
-      <${Columns} setup=${setup} change=${change} run=${shown} reference=${reference} isRendered=${isRendered}
-        models=${models} />
-      ${foot}
-    </div>`;
-}
-
-function Request({ setup, change, models, errors }) {
-  const isChat = setup.kind === "chat";
-  const set = (name, text) => change({ options: { ...setup.options, [name]: text } });
-  const fields = isChat ? [...FIELDS, ...CHAT_FIELDS] : FIELDS;
-  const numSet = fields.filter(({ name }) => setup.options[name]).length;
-  const isBad = fields.some(({ name }) => errors.has(name));
-  return html`<div class="stack">
-    <${Prompt} setup=${setup} change=${change} models=${models} error=${errors.get("prompt") ?? errors.get("messages")} />
-    <div class="row top">
-      <details class="card" open=${isBad || null}>
-        <summary>${t("playground.sampling")} <span class="second">${count(numSet)}</span></summary>
-        <${Options} fields=${fields} values=${setup.options} errors=${errors} onInput=${set} />
-      </details>
-      <${Structured} structured=${setup.structured} error=${errors.get("structured_outputs")}
-        onChange=${(structured) => change({ structured })} />
+    <div class="playground ${panel && isWide && INLINE.has(panel) ? "with-panel" : ""}">
+      ${!isPhone && html`<${Toolbar} ...${tools} />`}
+      <${Board} handle=${board} chat=${chat} setup=${setup} model=${model} view=${shownView} reference=${compared} alike=${alike} isGreedy=${temperature === 0}
+        isRunning=${isRunning} runs=${runs.current} isPhone=${isPhone} act=${acts.current} menu=${isPhone && html`<${Toolbar} ...${tools} />`}
+        onExample=${(example) => { setText(example); field.current.focus(); }} />
+      <${Composer} field=${field} setup=${setup} text=${text} name=${name} hasChat=${model.capabilities?.chat !== false} isRunning=${isRunning}
+        isEditing=${editing !== null} error=${shownErrors.get("prompt") ?? shownErrors.get("messages")} isBad=${errors.size > 0} open=${panel}
+        numChanged=${isPhone ? numChanged : null} onText=${setText} onKind=${newChat} onSend=${ask} onStop=${stop}
+        onEdit=${() => chat.turns.length && edit(chat.turns.length - 1)} onOpen=${openPanel} />
+      ${INLINE.has(panel) && html`<${Panel} title=${t(`playground.${panel}`)} isWide=${isWide} onClose=${() => setPanel("")}>
+        ${panel === "parameters" && html`<${Parameters} setup=${setup} change=${change} errors=${shownErrors} refused=${refusal.field} defaults=${model.defaults?.compare ?? {}} />`}
+        ${panel === "structure" && html`<${Structure} structured=${setup.structured} error=${shownErrors.get("structured_outputs")} onChange=${(structured) => change({ structured })} />`}
+        ${panel === "tools" && html`<${Tools} tools=${setup.tools} onChange=${(news) => change({ tools: news })} />`}
+      <//>`}
     </div>
-  </div>`;
+    ${given && html`<${LoadDialog.current} name="" given=${given} onClose=${() => setGiven(null)} onLoaded=${onLoaded} />`}
+    ${panel === "chats" && html`<${Chats} onOpen=${open} onNew=${() => newChat()} onClose=${() => setPanel("")} />`}
+    ${panel === "code" && html`<${Code} body=${lastBody()} model=${model.id} hasTriton=${!isChat && models.length < 2} onClose=${() => setPanel("")} />`}`;
 }
 
-function Structured({ structured, error, onChange }) {
-  const { kind, text } = structured;
-  const hasText = kind !== "none" && kind !== "json_object";
-  return html`<details class="card" open=${error ? true : null}>
-    <summary>${t("playground.structured")} ${kind !== "none" && html`<code>${kind}</code>`}</summary>
-    <div class="stack">
-      <label>${t("playground.form")}
-        <select value=${kind} onChange=${(event) => onChange({ kind: event.target.value, text })}>
-          ${STRUCTURES.map((name) => html`<option key=${name} value=${name}>${name === "none" ? t("playground.none") : name}</option>`)}
-        </select>
-      </label>
-      ${hasText &&
-      html`<label>${t(`playground.${kind}`)}
-        <textarea rows="4" spellcheck="false" value=${text} aria-invalid=${error ? "true" : null}
-          onInput=${(event) => onChange({ kind, text: event.target.value })} />
-      </label>`}
-      ${error && html`<p class="bad" role="alert">${error}</p>`}
-    </div>
-  </details>`;
-}
-
-/** How the run stands, in one line. */
-function Summary({ run }) {
-  if (!run) return null;
-  if (run.state === "running") return html`<span class="second">${t("playground.running")}</span>`;
-  const isRestarted = run.timings.some(({ restarts }) => restarts > 0);
-  return html`<span role="status">
-    ${run.state === "gone" && html`<span class="bad">${t("playground.gone")}</span>`}
-    ${run.state === "stopped" && html`<span class="warn">${t("playground.stopped")}</span>`}
-    ${run.state === "failed" && html`<span class="bad">${run.error.message}</span>`}
-    ${run.timings.length > 0 && html`<span class="second"> ${batchText(run.timings)}</span>`}
-    ${isRestarted && html` <span class="warn">${t("playground.restarted")}</span>`}
-  </span>`;
-}
-
-function batchText(timings) {
-  const first = Math.min(...timings.map(({ first_step }) => first_step));
-  const last = Math.max(...timings.map(({ last_step }) => last_step));
-  const isOne = timings.every(({ first_step }) => first_step === first);
-  const values = { rows: timings.length, first, last };
-  return t(isOne ? "playground.oneBatch" : "playground.batches", values);
-}
-
-function Columns({ setup, change, run, reference, isRendered, models }) {
-  const [picking, setPicking] = useState(null);
-  const [shown, setShown] = useState(0);
-  const { columns } = setup;
-  const set = (index, parts) => change({ columns: columns.with(index, parts) });
-  const pick = (adapter) => {
-    const part = adapter && { name: adapter.name, digest: adapter.digest, scale: 1 };
-    if (picking === "new") change({ columns: [...columns, part ? [part] : []] });
-    else {
-      set(picking, [...columns[picking], part]);
-      setPicking(null);
-    }
-  };
-  const indexOfReference = reference === "base" ? columns.findIndex((parts) => !parts.length) : Number(reference);
-  const compared = reference === "none" ? null : run?.outputs[indexOfReference];
-  const model = setup.model || models[0] || "";
-  const reply = setup.kind === "chat" && ((index) => change({ messages: replied(setup.messages, run.outputs[index].text) }));
-  const visible = Math.min(shown, columns.length - 1);
-  return html`<div class="tabs" role="group" aria-label=${t("playground.outputs")}>
-      ${columns.map(
-        (parts, index) => html`<button class="small" key=${index} aria-pressed=${index === visible ? "true" : "false"}
-          onClick=${() => setShown(index)}><${Mark} digest=${parts[0]?.digest ?? ""} short /> <${Name} of=${labelOf(parts)} /></button>`,
-      )}
-    </div>
-    <div class="columns" aria-busy=${run?.state === "running" ? "true" : "false"}>
-      ${columns.map(
-        (parts, index) => {
-          const output = run?.outputs[index] ?? null;
-          const column = () => html`<${Column} isShown=${index === visible} label=${labelOf(parts)} output=${output}
-            reference=${compared ?? null} isRendered=${isRendered} onReply=${reply && (() => reply(index))}
-            head=${html`<${Head} parts=${parts} onChange=${(changed) => set(index, changed)} onCompose=${() => setPicking(index)}
-              onRemove=${columns.length > 1 ? () => change({ columns: columns.toSpliced(index, 1) }) : null} />`} />`;
-          const depends = [setup, output, output?.state, compared, compared?.state, isRendered, index === visible];
-          return html`<${Kept} key=${index} make=${column} depends=${depends} />`;
-        },
-      )}
-    </div>
-    <button class="more" disabled=${columns.length >= MAX_COLUMNS} onClick=${() => setPicking("new")}>+ ${t("playground.add")}</button>
-    ${picking !== null &&
-    html`<${Picker} title=${t("playground.add")} model=${model} hasBase=${picking === "new"}
-      isFull=${columns.length >= MAX_COLUMNS} onPick=${pick} onClose=${() => setPicking(null)} />`}`;
-}
-
-/** What is drawn again only when one of the values that it depends on changes. */
-function Kept({ make, depends }) {
-  return useMemo(make, depends);
-}
-
-const replied = (messages, content) => [...messages, { role: "assistant", content }, { role: "user", content: "" }];
-
-/** A column's name as plain text, for those who hear it. */
-function labelOf(parts) {
-  if (!parts.length) return t("playground.base");
-  return parts.map(({ name, scale }) => (scale === 1 ? name : `${scale} × ${name}`)).join(" + ");
-}
-
-function Head({ parts, onChange, onCompose, onRemove }) {
-  const set = (index, scale) => onChange(parts.with(index, { ...parts[index], scale }));
-  return html`<div class="head">
-    ${!parts.length && html`<div class="part"><${Mark} digest="" /> <strong>${t("playground.base")}</strong></div>`}
-    ${parts.map(
-      ({ name, digest, scale }, index) => html`<div class="part" key=${index}>
-        <${Mark} digest=${digest} /> <strong><${Name} of=${name} /></strong>
-        <input type="range" min="-2" max="2" step="0.05" value=${scale} aria-label=${t("playground.scaleOf", { name })}
-          onInput=${(event) => set(index, Number(event.target.value))} />
-        <output class="number">×${count(scale, { minimumFractionDigits: 2 })}</output>
-        ${parts.length > 1 &&
-        html`<button class="small quiet" aria-label=${t("playground.drop", { name })}
-          onClick=${() => onChange(parts.toSpliced(index, 1))}>−</button>`}
-      </div>`,
-    )}
-    <div class="row end">
-      ${parts.length > 0 && html`<button class="small quiet" onClick=${onCompose}>+ ${t("playground.compose")}</button>`}
-      ${onRemove && html`<button class="small quiet" aria-label=${t("playground.remove", { name: labelOf(parts) })}
-        onClick=${onRemove}>×</button>`}
-    </div>
-  </div>`;
-}
-
-function Foot({ setup, body, models, reference, onReference, isRendered, onRendered }) {
-  return html`<div class="row foot">
-    <span class="second">${t("playground.copyAs")}</span>
-    <${Copy} label="curl" text=${() => curl(body)} />
-    <${Copy} label="Python openai" text=${() => openai(body, setup.model || models[0])} />
-    ${setup.kind === "completion" && models.length < 2 && html`<${Copy} label="Python tritonclient" text=${() => triton(body)} />`}
-    <div class="row end">
-      <label class="check"><input type="checkbox" checked=${isRendered} onChange=${(event) => onRendered(event.target.checked)} />
-        ${t("playground.rendered")}</label>
-      <label class="row">${t("playground.differencesTo")}
-        <select class="small" value=${reference} onChange=${(event) => onReference(event.target.value)}>
-          <option value="base">${t("playground.base")}</option>
-          <option value="none">${t("playground.none")}</option>
-          ${setup.columns.map((parts, index) => parts.length > 0 && html`<option key=${index} value=${index}>${labelOf(parts)}</option>`)}
-        </select></label>
-    </div>
-  </div>`;
-}
+const INLINE = new Set(["parameters", "structure", "tools"]);

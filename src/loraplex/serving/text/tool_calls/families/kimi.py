@@ -42,6 +42,7 @@ class Kimi(OurIds):
         after=_CALL_END + _SECTION_END,
         call=_call_rule,
         other_triggers=(_CALL,),
+        ends_reasoning=(_SECTION,),
     )
 
     def recognises(self, template: str) -> bool:

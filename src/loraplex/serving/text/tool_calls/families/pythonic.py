@@ -31,7 +31,7 @@ _NO_NAME: Final = frozenset(" \t\r\n=,*()[]{}\"'")
 _NAMES: Final = {"true": True, "false": False, "null": None}
 
 
-def _call_rule(lark: Lark, tool: FunctionTool) -> str:
+def call_rule(lark: Lark, tool: FunctionTool) -> str:
     """The required arguments in their order, then any of the others."""
     if "properties" not in tool.parameters:
         return f'{lark.text(f"{tool.name}(")} ({_any_arguments(lark)})? ")"'
@@ -70,14 +70,14 @@ class Pythonic(OurIds):
         before="[",
         between=", ",
         after="]",
-        call=_call_rule,
+        call=call_rule,
         first="[<",
         marked=CallSyntax(
             trigger=_START,
             before=f"{_START}[",
             between=", ",
             after=f"]{_END}",
-            call=_call_rule,
+            call=call_rule,
         ),
     )
 
@@ -94,21 +94,26 @@ def _calls(reader: CallReader) -> Steps[None]:
         pass
     yield from reader.take_space()
     yield from reader.expect("[")
+    yield from read_python_calls(reader, known_only=True)
+    yield from reader.optional(_END)
+    reader.settle()
+
+
+def read_python_calls(reader: CallReader, *, known_only: bool = False) -> Steps[None]:
+    """Read a list of calls, after its first bracket. known_only: of the request's functions."""
     while True:
         yield from reader.take_space()
-        yield from _call(reader)
+        yield from _call(reader, known_only=known_only)
         yield from reader.take_space()
         is_end = (yield from reader.expect(",", "]")) == "]"
         if is_end or (yield from reader.optional("]")) is not None:
             break
         reader.settle()
     reader.settle()
-    yield from reader.optional(_END)
-    reader.settle()
 
 
-def _call(reader: CallReader) -> Steps[None]:
-    name = yield from reader.name(known_only=True)
+def _call(reader: CallReader, *, known_only: bool) -> Steps[None]:
+    name = yield from reader.name(known_only=known_only)
     yield from reader.expect("(")
     pieces = ArgumentPieces()
     arguments = ""

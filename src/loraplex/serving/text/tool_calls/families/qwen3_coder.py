@@ -1,6 +1,7 @@
 """Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>`.
 
-As the chat template of Qwen/Qwen3-Coder writes it; values are text, strings without quotes.
+As the chat templates of Qwen/Qwen3-Coder, Qwen3.5 and Nemotron-3 write it; values are text, strings
+without quotes.
 """
 
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ class Qwen3Coder(OurIds):
         after=f"\n{_END}",
         call=_call_rule,
         other_triggers=(_FUNCTION,),
+        ends_reasoning=(f"{_START}\n{_FUNCTION}", f"{_START}{_FUNCTION}"),
     )
 
     def recognises(self, template: str) -> bool:

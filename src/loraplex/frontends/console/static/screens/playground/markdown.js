@@ -1,6 +1,6 @@
 // Markdown as nodes. HTML in it stays text; links lead to http(s) and mailto only; no images.
 import { html } from "../../lib/html.js";
-import { lexer } from "../../vendor/marked.mjs";
+import { Lexer } from "../../vendor/marked.mjs";
 
 const MAX_LENGTH = 200_000;
 const MAX_DEPTH = 12;
@@ -11,7 +11,7 @@ export function Markdown({ text }) {
   if (text.length > MAX_LENGTH) return html`<pre>${text}</pre>`;
   let tokens;
   try {
-    tokens = lexer(text);
+    tokens = Lexer.lex(text);
   } catch {
     return html`<pre>${text}</pre>`; // nested deeper than the parser can
   }

@@ -1,0 +1,165 @@
+"""Checks a backend's ops in processes of their own, which may crash or hang.
+
+What an op does to its process, and to the device's context in it, ends with the process. The next
+one has torch's in place of that op, so a check ends after as many processes as there are such ops.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+
+from loraplex.core.environment import child_environment
+from loraplex.core.python_process import module_command
+from loraplex.core.stopped_process import how_it_ended
+from loraplex.execution.checking.process import (
+    Began,
+    CheckRequest,
+    Completed,
+    Event,
+    Fell,
+    NotChecked,
+)
+from loraplex.execution.checking.verdict import Finding
+from loraplex.kernels.shadow import Fault
+
+logger = logging.getLogger(__name__)
+
+_MODULE: Final = "loraplex.execution.checking.process"
+_START_SECONDS: Final = 300.0
+_OP_SECONDS: Final = 90.0
+"""An op's first call compiles it."""
+_END_SECONDS: Final = 5.0
+_STARTING: Final = ""
+_READ_BYTES: Final = 1 << 16
+
+
+class CheckFailed(Exception):
+    """Nothing can be said about the ops."""
+
+
+class _TooLate(Exception):
+    """No event came in time."""
+
+
+def patience(op: str) -> float:
+    """Return the seconds that an op may take, or the start of the process."""
+    return _START_SECONDS if op == _STARTING else _OP_SECONDS
+
+
+def check_ops(
+    request: CheckRequest, patience: Callable[[str], float] = patience
+) -> tuple[Finding, ...]:
+    """Return what is found of each op that the model calls. Raises CheckFailed.
+
+    patience: seconds, by the op that runs.
+    """
+    fallen: dict[str, Finding] = {}
+    while True:
+        again = msgspec.structs.replace(request, fallen=tuple(fallen))
+        run = _Run(again)
+        completed = run.watch(patience)
+        new = {op: finding for op, finding in run.fallen.items() if op not in fallen}
+        fallen |= new
+        if completed is not None:
+            passed = [
+                Finding(op=op, num_calls=count, difference=completed.differences[op])
+                for op, count in completed.calls.items()
+                if op not in fallen
+            ]
+            return tuple(sorted((*passed, *fallen.values()), key=lambda finding: finding.op))
+        if not new:
+            raise CheckFailed(f"a process of the check {run.end}, after {run.op or 'its start'}")
+
+
+@dataclasses.dataclass
+class _Run:
+    """One process of a check."""
+
+    request: CheckRequest
+    op: str = _STARTING
+    """The one that runs."""
+    end: str = ""
+    """How the process ended."""
+    fallen: dict[str, Finding] = dataclasses.field(default_factory=dict)
+
+    def watch(self, patience: Callable[[str], float]) -> Completed | None:
+        """Return the end of a whole check; None: an op ended the process, or hung in it.
+
+        Raises CheckFailed.
+        """
+        read_end, write_end = os.pipe()
+        process = subprocess.Popen(
+            module_command(_MODULE, str(write_end)),
+            env=child_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(write_end,),
+        )
+        os.close(write_end)
+        try:
+            assert process.stdin is not None
+            # A process that has ended reads nothing: its events end, too.
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(msgspec.json.encode(self.request))
+            for event in _events(read_end, lambda: patience(self.op)):
+                match event:
+                    case Began(op=op):
+                        self.op = op
+                    case Fell(op=op, fault=fault, detail=detail):
+                        self.fallen[op] = Finding(op=op, fault=fault, detail=detail)
+                    case NotChecked(reason=reason):
+                        raise CheckFailed(reason)
+                    case Completed():
+                        return event
+            self.end = how_it_ended(_status(process))
+            self._falls(Fault.CRASHES, f"the process {self.end}")
+        except _TooLate:
+            self.end = f"did nothing for {patience(self.op):g} seconds"
+            self._falls(Fault.HANGS, self.end)
+        finally:
+            os.close(read_end)
+            process.kill()
+            _status(process)
+        return None
+
+    def _falls(self, fault: Fault, detail: str) -> None:
+        """Blame the op that ran, unless the process named one that ended it."""
+        is_named = any(finding.fault is Fault.CRASHES for finding in self.fallen.values())
+        if self.op != _STARTING and not is_named:
+            self.fallen.setdefault(self.op, Finding(op=self.op, fault=fault, detail=detail))
+
+
+def _events(descriptor: int, seconds: Callable[[], float]) -> Iterator[Event]:
+    """Yield events until the process ends. Raises _TooLate if none comes for so many seconds."""
+    decoder, rest = msgspec.json.Decoder(Event), b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while True:
+            allowed = seconds()
+            deadline = time.monotonic() + allowed
+            while not selector.select(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise _TooLate
+            received = os.read(descriptor, _READ_BYTES)
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            yield from map(decoder.decode, lines)
+
+
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """Return how the process ended; None: it does not, as one that waits in a driver."""
+    try:
+        return process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        logger.warning("process %d of a check of kernels does not end", process.pid)
+        return None

@@ -1,0 +1,67 @@
+"""A check finds ops that are wrong, raise, hang and crash, and goes on to the end."""
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.execution.checking.checker import CheckFailed, check_ops
+from loraplex.execution.checking.process import CheckRequest
+from loraplex.execution.sizing.settings import RunnerSettings
+from loraplex.kernels.shadow import Fault
+from support.planted_kernels import FAULTS
+from support.tiny_model import TinyCheckpoint
+
+TESTS = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    return TinyCheckpoint(tmp_path).folder
+
+
+def request_of(folder: Path, backend: str) -> CheckRequest:
+    return CheckRequest(
+        folder=str(folder),
+        settings=RunnerSettings(device="cpu"),
+        backend=f"support.planted_kernels:{backend}",
+        num_threads=1,
+    )
+
+
+def patient(op: str) -> float:
+    return 0.5 if op == "rotary" else 600.0
+
+
+def test_each_fault_is_found_and_the_rest_is_checked(folder: Path) -> None:
+    found = {finding.op: finding for finding in check_ops(request_of(folder, "faulty"), patient)}
+    assert {op: finding.fault for op, finding in found.items() if finding.fault} == {
+        "gate": Fault.WRONG,
+        "linear": Fault.RAISES,
+        "rotary": Fault.HANGS,
+        "add_rms_norm": Fault.CRASHES,
+    }
+    assert set(FAULTS) == {op for op, finding in found.items() if finding.fault}
+    assert found["linear"].detail == "RuntimeError: out of resource: shared memory"
+    assert found["rotary"].detail == "did nothing for 0.5 seconds"
+    assert found["add_rms_norm"].detail == "the process was killed by SIGSEGV"
+    assert "differs by 0.2 of the largest number" in found["gate"].detail
+    passed = {op for op, finding in found.items() if finding.fault is None}
+    assert passed >= {"rms_norm", "paged_attention", "write_kv", "add_lora", "draw_tokens"}
+    assert found["repeat"].num_calls > 0
+
+
+def test_a_sound_backend_has_no_fault(folder: Path) -> None:
+    found = check_ops(request_of(folder, "sound"), patient)
+    assert not [finding for finding in found if finding.fault]
+    assert max(finding.difference for finding in found) == 0
+
+
+def test_a_check_that_cannot_start_says_why(folder: Path) -> None:
+    with pytest.raises(CheckFailed, match="KeyError: 'no kernels here'"):
+        check_ops(request_of(folder, "starts_badly"), patient)
+
+
+def test_a_process_that_does_not_start_in_time_is_no_fault_of_an_op(folder: Path) -> None:
+    with pytest.raises(CheckFailed, match="did nothing for 0 seconds, after its start"):
+        check_ops(request_of(folder, "sound"), lambda _: 0.0)
