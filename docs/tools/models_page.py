@@ -96,6 +96,6 @@ def _positions(spec: ModelSpec) -> str:
 
 
 def _windows(spec: ModelSpec) -> str:
-    windows = [attention.window for attention in spec.mixers_of(AttentionSpec)]
+    windows = [each.window or each.chunk for each in spec.mixers_of(AttentionSpec)]
     num_windowed = sum(window is not None for window in windows)
     return {len(windows): "all layers", 0: "none"}.get(num_windowed, "some layers")

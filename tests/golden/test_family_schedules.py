@@ -38,6 +38,8 @@ TRAITS = {
     "queries scaled by position": ("ministral3",),
     "norms after the rotation": ("hunyuan",),
     "multipliers": ("granite",),
+    "latent attention": ("deepseek-v2", "mistral4"),
+    "attention in chunks": ("llama4",),
     "experts": ("mixtral-window", "qwen2-moe-windows", "qwen3-moe", "ernie-moe"),
 }
 

@@ -23,7 +23,7 @@ from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.parameters import checkpoint_shapes
 from support.checkpoints import add_random_adapters, save_random_model, tiny_sizes
 from support.examples import quick_and_slow
-from support.families import hybrids
+from support.families import hybrids, latent
 from support.families.experts import gpt_oss
 from support.gguf_files import gguf_of_llama
 from support.quantized_checkpoints import (
@@ -98,6 +98,31 @@ def test_adapters_on_a_quantised_recurrence(name: str, tmp_path: Path) -> None:
     quantize_folder(tmp_path, CASES[name], names=DELTA_WEIGHTS)
     # A recurrence enlarges what products round.
     check_adapters(tmp_path, tmp_path, model, tmp_path, DELTA_ADAPTERS, 5 * TOLERANCE)
+
+
+LATENT_SIZES = {"q_lora_rank": 48, "kv_lora_rank": 32, "v_head_dim": 12, "qk_rope_head_dim": 4}
+"""Sizes that groups of 16 inputs divide, where they are inputs."""
+LATENT_ADAPTERS = {
+    "plain": LoraConfig(r=4, lora_alpha=8, target_modules=r".*self_attn\..*_proj(_with_mqa)?"),
+    "dora": LoraConfig(
+        r=4, lora_alpha=8, use_dora=True, target_modules=r".*self_attn\.(q_b|kv_b|o)_proj"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", quick_and_slow(("fp8-block",), ("not quantised", "gptq-4-order", "ct-int4-order"))
+)
+def test_adapters_on_quantised_latent_attention(name: str, tmp_path: Path) -> None:
+    """The layer that absorption takes apart is stored like the others, and decoded for it."""
+    config = latent.deepseek_2(vocab_size=VOCAB_SIZE, first_k_dense_replace=4, **LATENT_SIZES)
+    model = save_random_model(tmp_path, config)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE_PATH / file, tmp_path)
+    if name in CASES:
+        decoded = quantize_folder(tmp_path, CASES[name], names=("_proj.weight", "_mqa.weight"))
+        assert sum(weight.endswith("kv_b_proj.weight") for weight in decoded) == 4
+    check_adapters(tmp_path, tmp_path, model, tmp_path, LATENT_ADAPTERS)
 
 
 GGUF_MIXES = {

@@ -63,7 +63,8 @@ SLOW = (
     *("granite-hybrid", "granite-hybrid-moe", "bamba", "nemotron-h-biases", "nemotron-h-latent"),
     *("qwen3.5", "qwen3.5-three-values", "qwen3.5-moe", "qwen3-next"),
     *("seed-oss", "arcee", "hunyuan", "exaone4", "ernie", "ernie-moe"),
-    *("glm4-moe", "solar-open", "minimax-m2"),
+    *("glm4-moe", "solar-open", "minimax-m2", "llama4"),
+    *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash", "mistral4"),
 )
 TWO_ONLY = (
     *("gpt-neox", "bloom", "olmo2", "olmoe", "minimax-m2"),
@@ -76,10 +77,11 @@ TOLERANCE = 2e-6
 """Relative to the largest logit, in float32: ranks add in another order."""
 TOLERANCES = dict.fromkeys(hybrids.CASES, 5e-6)
 """Tolerances of models with a delta rule: up to 3.2e-6 on two ranks of the reference."""
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_b_proj", "kv_b_proj")
 RANKS: Mapping[str, RankOf] = {
     "all": lambda layer, module, expert: 1 + (layer + len(module) + expert) % MAX_RANK,
     "rows": lambda _, module, __: 3 * module.endswith(("o_proj", "down_proj", "dense")),
-    "attention": lambda _, module, __: 5 * (module in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    "attention": lambda _, module, __: 5 * (module in ATTENTION),
     "one module": lambda layer, module, _: 8 * (layer == 1 and module.endswith("k_proj")),
 }
 

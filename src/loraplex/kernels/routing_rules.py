@@ -31,6 +31,11 @@ class RoutingRules:
     """Number that is added to this sum, by default as DeepSeek-V3 has it."""
     factor: float = 1.0
     """Factor of all weights."""
+    weighs_input: bool = False
+    """Whether the weight multiplies what an expert reads, and not what it gives.
+
+    Only where a token has one expert, whose layers have no bias.
+    """
     num_groups: int = 1
     """Groups of neighbouring experts, of one size."""
     num_chosen_groups: int = 1

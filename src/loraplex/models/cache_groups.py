@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from loraplex.core.cache import Blocks, CachedFloats, CacheSpec, Cross, StorageSpec
+from loraplex.core.errors import ConfigError
 from loraplex.kernels.ops import stored_size
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
@@ -82,17 +83,32 @@ def storage_bytes(storage: StorageSpec, block_size: int, dtype: torch.dtype) -> 
     return total
 
 
+def attention_chunks(spec: ModelSpec) -> frozenset[int]:
+    """Return the sizes of the chunks within which layers attend; empty: none has such."""
+    chunks = (attention.chunk for attention in spec.mixers_of(AttentionSpec))
+    return frozenset(chunk for chunk in chunks if chunk is not None)
+
+
 def with_attention_windows(
     spec: ModelSpec, max_windows: Sequence[int], num_sink_tokens: int
 ) -> ModelSpec:
     """Limit layer i to a window of max_windows[i % len] positions and the sink tokens.
 
-    max_windows may be empty. A layer's own window stays where it is smaller.
+    max_windows may be empty. A layer's own window stays where it is smaller. Raises ConfigError for
+    layers whose attention is in chunks.
     """
     limits: Sequence[int | None] = max_windows or (None,)
 
     def limited(attention: AttentionSpec, layer: int) -> AttentionSpec:
-        window = _smaller(attention.window, limits[layer % len(limits)])
+        limit = limits[layer % len(limits)]
+        if attention.chunk is not None and (limit or num_sink_tokens):
+            raise ConfigError(
+                f"max_attention_window_size {limit} and sink_token_length {num_sink_tokens} are "
+                f"not supported in layer {layer}: its attention is in chunks of {attention.chunk} "
+                "positions",
+                param="max_attention_window_size",
+            )
+        window = _smaller(attention.window, limit)
         return dataclasses.replace(attention, window=window, num_sink_tokens=num_sink_tokens)
 
     return spec.map_mixers(AttentionSpec, limited)

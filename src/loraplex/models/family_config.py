@@ -498,7 +498,7 @@ def read_text_tower(
     names = dataclasses.replace(
         spec.names,
         other_roots=("language_model.model.", "model.language_model.", "language_model."),
-        ignored=rf"{spec.names.ignored}|(model\.)?(visual|vision_tower|multi_modal_projector)\..*",
+        ignored=rf"{spec.names.ignored}|(model\.)?(visual|vision_(tower|model)|multi_modal_projector)\..*",
     )
     return dataclasses.replace(spec, architecture=architecture, names=names)
 

@@ -88,9 +88,17 @@ class ExpertFeedForward:
         logits = self._router.forward(x, lora)
         routes = self._kernels.route(logits, self._rules, self._selection_bias)
         latent = x if self._latent_input is None else self._latent_input.forward(x, lora)
-        inner = self._activate(self._up.forward_pairs(latent, lora, routes), self._activation)
+        up = self._up.forward_pairs(latent, lora, routes)
+        if self._rules.weighs_input:
+            # Linear layers of weighed inputs give weighed outputs.
+            up = self._kernels.combine_experts(up, routes)
+        inner = self._activate(up, self._activation)
         y = self._down.forward_pairs(inner, lora, routes)
         shared, gate = self._shared(x, lora)
+        if self._rules.weighs_input:
+            assert shared is not None
+            assert gate is None
+            return self._kernels.add(y, shared)
         if self._latent_output is None:
             return self._kernels.combine_experts(y, routes, shared, gate)
         combined = self._kernels.combine_experts(y, routes)

@@ -17,7 +17,7 @@ from loraplex.models.specs.latent import (
     LATENT_QUERY,
     LatentSpec,
 )
-from loraplex.models.specs.part import RopeConfig
+from loraplex.models.specs.part import RopeConfig, growth_alone
 
 _PREFIX: Final = "self_attn."
 
@@ -66,6 +66,16 @@ def limited_to(spec: ModelSpec, length: int, reason: str) -> ModelSpec:
     if spec.default_max_model_len <= length:
         return spec
     return dataclasses.replace(spec, default_max_model_len=length, length_reason=reason)
+
+
+def with_growing_queries(spec: ModelSpec, growth: float) -> ModelSpec:
+    """Return the model with RopeConfig.growth of whole queries, by the length of its embedding."""
+
+    def growing(latent: LatentSpec, _layer: int) -> LatentSpec:
+        length = latent.rope.original_max_position_embeddings
+        return dataclasses.replace(latent, query_growth=growth_alone(growth, length))
+
+    return spec.map_mixers(LatentSpec, growing) if growth else spec
 
 
 def without_draft_layers(names: DecoderNames, fields: ConfigFields) -> DecoderNames:

@@ -246,10 +246,7 @@ def _position_table(
     """Return vectors [num_positions, hidden] that are read or computed; None: there are none."""
     size, offset = spec.hidden_size, spec.position_offset
     if spec.sinusoid_step:
-        # A tensor without rows has the type and the device of the model's tensors.
-        like = source.tensor(
-            f"{spec.names.root}{spec.names.embedding}.weight", (spec.vocab_size, size), 0
-        )
+        like = _no_rows(spec, source)
         return sinusoids(num_positions, offset, size, spec.sinusoid_step).to(like)
     if not path:
         return None
@@ -292,7 +289,9 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
             assert name not in norms, name
             assert name not in tensors, name
             if isinstance(each, NormSpec):
-                norms[name] = _build_norm(each, source)
+                norms[name] = (
+                    _build_norm(each, source) if each.path else _unit_norm(each, spec, source)
+                )
             else:
                 tensors[name] = _build_tensor(each, source)
     feed_forward = layer.feed_forward
@@ -302,6 +301,18 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
         bias = TensorSpec(feed_forward.selection_bias, shape)
         tensors[SELECTION_BIAS] = _build_tensor(bias, source).flatten()
     return LayerParameters(norms, linears, tensors)
+
+
+def _unit_norm(norm: NormSpec, spec: ModelSpec, source: ParameterSource) -> NormParameters:
+    """Return weights of one for a norm that has none in the checkpoint."""
+    return NormParameters(_no_rows(spec, source).new_ones(norm.size))
+
+
+def _no_rows(spec: ModelSpec, source: ParameterSource) -> torch.Tensor:
+    """Return a tensor without rows, of the type and the device of the model's tensors."""
+    size = spec.embedding_size or spec.hidden_size
+    name = f"{spec.names.root}{spec.names.embedding}.weight"
+    return source.tensor(name, (spec.vocab_size, size), 0)
 
 
 def _build_tensor(tensor: TensorSpec, source: ParameterSource) -> torch.Tensor:

@@ -35,9 +35,11 @@ from loraplex.models.families import (
     internlm,
     lfm2,
     llama,
+    llama4,
     minimax,
     mistral,
     mistral3,
+    mistral4,
     mixtral,
     nemotron_h,
     olmo,
@@ -67,6 +69,8 @@ ReadConfig = Callable[[ConfigFields], ModelSpec]
 ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
     {
         llama.ARCHITECTURE: llama.read_config,
+        llama4.ARCHITECTURE: llama4.read_config,
+        llama4.WRAPPER: llama4.read_wrapper,
         mistral.ARCHITECTURE: mistral.read_config,
         mistral.ARCHITECTURE_MIXED: mistral.read_config_mixed,
         qwen2.ARCHITECTURE: qwen2.read_config,
@@ -93,6 +97,7 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         phi3.ARCHITECTURE: phi3.read_config,
         mistral3.ARCHITECTURE: mistral3.read_config,
         mistral3.WRAPPER: mistral3.read_wrapper,
+        mistral4.ARCHITECTURE: mistral4.read_config,
         mixtral.ARCHITECTURE: mixtral.read_config,
         qwen_moe.ARCHITECTURE_2: qwen_moe.read_config_2,
         qwen_moe.ARCHITECTURE_3: qwen_moe.read_config_3,
@@ -207,13 +212,11 @@ CLASSIFIERS: Final[Mapping[str, str]] = MappingProxyType(
 """Architectures of checkpoints with a classification head instead of an output layer, by those with
 the latter: all that transformers has for families of this package."""
 
-_LLAMA_4: Final = "its attention is in chunks, and it weighs what experts read, not what they give"
 _SPEECH: Final = "its encoder reads sound, and only text is served"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "MllamaForConditionalGeneration": "its cross-attention layers read images",
-        "Llama4ForConditionalGeneration": _LLAMA_4,
-        "Llama4ForCausalLM": _LLAMA_4,
+        "ApertusForCausalLM": "no kernel computes its activation, xIELU",
         "FalconH1ForCausalLM": "its layers have attention and a state space side by side",
         "WhisperForConditionalGeneration": _SPEECH,
         "Phi3SmallForCausalLM": "it is not a Phi 3: its attention is sparse",

@@ -169,7 +169,7 @@ def _growth(rope: RopeConfig, positions: torch.Tensor) -> torch.Tensor | float:
     """Return RopeConfig.growth's factors [num_positions, 1]."""
     if not rope.growth:
         return 1.0
-    steps = (positions / rope.original_max_position_embeddings).floor()
+    steps = ((positions + rope.growth_offset) / rope.original_max_position_embeddings).floor()
     return (1 + rope.growth * (1 + steps).log()).unsqueeze(1)
 
 
@@ -206,6 +206,7 @@ def _llama3(rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
     """Low frequencies are divided by the factor, high ones are kept, those between blended."""
     frequencies = _plain(rope.theta, rotary_dim)
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    # Of equal factors (Llama 4) the quotient is infinite, and nothing is blended.
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
     return (1 - kept) * frequencies / rope.factor + kept * frequencies

@@ -145,9 +145,9 @@ def _llama3_factors(rope: ConfigFields, rope_type: str) -> tuple[float, float]:
     if rope_type != "llama3":
         return 1.0, 4.0
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if not 0 < low < high:
+    if not 0 < low <= high:
         raise ConfigError(
-            f"{rope.source}: low_freq_factor ({low:g}) must be positive and less than "
+            f"{rope.source}: low_freq_factor ({low:g}) must be positive and at most "
             f"high_freq_factor ({high:g})"
         )
     return low, high

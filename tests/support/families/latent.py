@@ -9,6 +9,8 @@ from transformers import (
     DeepseekV32Config,
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
 )
 
 from support.families.case import FamilyCase, sizes
@@ -73,6 +75,25 @@ def glm_flash(**changes: Any) -> Glm4MoeLiteConfig:
 def glm_5(**changes: Any) -> GlmMoeDsaConfig:
     fields = {"n_shared_experts": 1, "index_head_dim": 16, "index_n_heads": 2}
     return GlmMoeDsaConfig(**_latent(**(fields | changes)))
+
+
+def mistral_4(**changes: Any) -> Mistral4Config:
+    """Return a model whose queries grow at the positions 16, 32 and so on."""
+    fields = {
+        "n_shared_experts": 1,
+        "rope_parameters": yarn(llama_4_scaling_beta=0.4),
+        "first_k_dense_replace": 0,
+    }
+    return Mistral4Config(**_latent(**(fields | changes)))
+
+
+class LanguageModelOfMistral4:
+    """transformers' automatic classes know it within a wrapper alone."""
+
+    @staticmethod
+    def from_config(config: Mistral4Config, **options: Any) -> Mistral4ForCausalLM:
+        model: Mistral4ForCausalLM = Mistral4ForCausalLM._from_config(config, **options)  # type: ignore[no-untyped-call]
+        return model
 
 
 def yarn(**changes: Any) -> dict[str, Any]:
@@ -149,6 +170,20 @@ CASES = {
         config=lambda: glm_flash(mlp_layer_types=["sparse", "dense", "sparse", "dense"]),
         prepare=with_biases,
         **LINEARS,
+    ),
+    "mistral4": FamilyCase(
+        config=mistral_4, is_quick=True, model_class=LanguageModelOfMistral4, **LINEARS
+    ),
+    "mistral4-plain": FamilyCase(
+        config=lambda: mistral_4(
+            q_lora_rank=None,
+            rope_interleave=False,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.7,
+            rope_parameters=yarn(llama_4_scaling_beta=0.4, mscale_all_dim=0.8),
+        ),
+        model_class=LanguageModelOfMistral4,
+        **PLAIN_QUERIES,
     ),
     "glm-5": FamilyCase(config=glm_5, is_quick=True, prepare=with_biases, **LINEARS),
 }

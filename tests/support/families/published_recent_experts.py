@@ -6,6 +6,51 @@ from support.families.published_experts import ATTENTION, experts
 _SHARED = "mlp.shared_experts.{gate,up,down}_proj"
 
 MODELS: dict[str, Published] = {
+    "llama-4-scout": Published(
+        config={
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "model_type": "llama4",
+            "text_config": config(
+                "Llama4ForCausalLM",
+                "5120 8192 48 40 8 202048",
+                attention_chunk_size=8192,
+                head_dim=128,
+                hidden_act="silu",
+                interleave_moe_layer_step=1,
+                intermediate_size_mlp=16384,
+                max_position_embeddings=10485760,
+                model_type="llama4_text",
+                no_rope_layers=[1, 1, 1, 0] * 12,
+                num_experts_per_tok=1,
+                num_local_experts=16,
+                rms_norm_eps=1e-05,
+                rope_scaling={
+                    "factor": 16.0,
+                    "high_freq_factor": 1.0,
+                    "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_type": "llama3",
+                },
+                rope_theta=500000.0,
+                use_qk_norm=True,
+            ),
+            "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+        },
+        num_parameters=107_769_861_120,
+        num_tensors=48 * (4 + 2 + 1 + 3 + 16 * 3) + 3,
+        root="language_model.model.",
+        parts=(
+            f"{ATTENTION} {NORMS} feed_forward.router "
+            "feed_forward.shared_expert.{gate,up,down}_proj "
+            + experts(16, "feed_forward.experts.{}.{{gate,up,down}}_proj")
+        ),
+        thetas={0: 5e5, 3: None, 47: None},
+        score_scale=128**-0.5,
+        ignored=(
+            "vision_model.patch_embedding.linear.weight",
+            "multi_modal_projector.linear_1.weight",
+        ),
+    ),
     "glm-4.5-air": Published(
         config=config(
             "Glm4MoeForCausalLM",

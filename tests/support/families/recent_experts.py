@@ -3,7 +3,13 @@
 from typing import Any
 
 import torch
-from transformers import Ernie4_5_MoeConfig, Glm4MoeConfig, MiniMaxM2Config, SolarOpenConfig
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Glm4MoeConfig,
+    Llama4TextConfig,
+    MiniMaxM2Config,
+    SolarOpenConfig,
+)
 
 from support.families.case import FamilyCase, sizes
 from support.families.experts import DENSE_LINEARS, linears
@@ -45,6 +51,27 @@ def ernie_moe(**changes: Any) -> Ernie4_5_MoeConfig:
     return Ernie4_5_MoeConfig(**(fields | changes))
 
 
+def llama4(**changes: Any) -> Llama4TextConfig:
+    """Return a model whose chunks are shorter than prompts, and whose queries grow."""
+    fields = sizes(
+        intermediate_size_mlp=40,
+        num_local_experts=4,
+        head_dim=16,
+        attention_chunk_size=16,
+        floor_scale=5,
+        attn_scale=0.4,
+        interleave_moe_layer_step=2,
+    )
+    return Llama4TextConfig(**(fields | changes))
+
+
+LLAMA4: dict[str, Any] = {
+    "linears": ("q_proj", "k_proj", *DENSE_LINEARS, "v_proj", "o_proj"),
+    "parameters": ("experts.gate_up_proj", "experts.down_proj"),
+}
+"""The router is left out: its class returns two tensors, which PEFT cannot add to."""
+
+
 def _with_biases(model: Any) -> None:
     """Fill the biases of the routers, which are buffers."""
     for name, buffer in model.named_buffers():
@@ -53,6 +80,36 @@ def _with_biases(model: Any) -> None:
 
 
 CASES: dict[str, FamilyCase] = {
+    "llama4": FamilyCase(config=llama4, is_quick=True, **LLAMA4),
+    "llama4-all-experts": FamilyCase(
+        config=lambda: llama4(
+            interleave_moe_layer_step=1,
+            use_qk_norm=False,
+            attn_temperature_tuning=False,
+            no_rope_layer_interval=2,
+            num_key_value_heads=1,
+            attention_bias=True,
+        ),
+        **LLAMA4,
+    ),
+    "llama4-no-chunks": FamilyCase(
+        config=lambda: llama4(
+            moe_layers=[1, 3],
+            no_rope_layers=[1, 0, 0, 1],
+            layer_types=["chunked_attention", "full_attention"] * 2,
+            attention_chunk_size=64,
+            tie_word_embeddings=True,
+            rms_norm_eps=1e-2,
+            rope_parameters=rope(
+                rope_type="llama3",
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            ),
+        ),
+        **LLAMA4,
+    ),
     "glm4-moe": FamilyCase(
         config=lambda: glm4_moe(use_qk_norm=True, routed_scaling_factor=2.5),
         prepare=_with_biases,

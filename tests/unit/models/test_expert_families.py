@@ -112,9 +112,9 @@ def test_both_names_of_the_number_of_experts(name: str, tmp_path: Path) -> None:
         ),
         (
             "qwen3-30b-a3b",
-            {"architectures": ["Llama4ForCausalLM"]},
+            {"architectures": ["ApertusForCausalLM"]},
             UnsupportedModelError,
-            ("Llama4ForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
+            ("ApertusForCausalLM", "xIELU", "Qwen2_5_VLForConditionalGeneration"),
         ),
     ],
 )

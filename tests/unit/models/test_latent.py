@@ -16,6 +16,7 @@ from loraplex.models.config_fields import ConfigFields
 from loraplex.models.linear_group import TensorShard
 from loraplex.models.parameters import checkpoint_shapes
 from loraplex.models.registry import ARCHITECTURES
+from loraplex.models.rope import RotaryTable
 from loraplex.models.sharding import shard
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.latent import LATENT_DOWN, LATENT_HEADS, LATENT_OUT, LatentSpec
@@ -127,6 +128,43 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
         },
         671e9,
     ),
+    "glm-5": (
+        _SHARED
+        | {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "first_k_dense_replace": 3,
+            "hidden_size": 6144,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+            "index_topk": 2048,
+            "indexer_rope_interleave": True,
+            "intermediate_size": 12_288,
+            "max_position_embeddings": 202_752,
+            "moe_intermediate_size": 2048,
+            "n_group": 1,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "norm_topk_prob": True,
+            "num_attention_heads": 64,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 78,
+            "num_key_value_heads": 64,
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"},
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "v_head_dim": 256,
+            "vocab_size": 154_880,
+        },
+        744e9,
+    ),
+    # The defaults of the class are those of Mistral Small 4.
+    "mistral-small-4": ({"architectures": ["Mistral4ForCausalLM"]}, 119e9),
 }
 """config.json, and the number of parameters without layers that draft tokens."""
 
@@ -206,6 +244,25 @@ def test_longer_sequences_than_sparse_attention_allows_are_refused() -> None:
     assert read("deepseek-v3").default_max_model_len == 163_840
 
 
+def test_a_whole_query_grows_where_a_file_says_so() -> None:
+    (latent, *_) = read("mistral-small-4").mixers_of(LatentSpec)
+    growth = latent.query_growth
+    assert growth is not None
+    assert (growth.growth, growth.original_max_position_embeddings) == (0.1, 8192)
+    assert latent.ropes() == {latent.rope: 64, growth: 128}
+    table = RotaryTable(
+        growth,
+        growth.rotary_dim(128),
+        max_position_embeddings=1,
+        max_model_len=24_577,
+        device=torch.device("cpu"),
+    )
+    factors = [1.0, 1.0, 1 + 0.1 * math.log(2), 1 + 0.1 * math.log(4)]
+    for position, factor in zip((0, 8191, 8192, 24_576), factors, strict=True):
+        assert table.cos[position] == pytest.approx(torch.full((64,), factor))
+    assert not table.sin.any()
+
+
 def test_int8_caches_are_refused() -> None:
     with pytest.raises(ConfigError, match="kv_dtype int8"):
         size_kv(RunnerSettings(num_blocks=4), read("deepseek-v2-lite"), torch.int8)
@@ -220,6 +277,7 @@ def test_int8_caches_are_refused() -> None:
         ("deepseek-v3", {"topk_group": 9}, ConfigError, "topk_group must be at most n_group"),
         ("deepseek-v3", {"n_group": 7}, ConfigError, "must be a multiple of n_group"),
         ("deepseek-v3", {"num_experts_per_tok": 257}, ConfigError, "at most n_routed_experts"),
+        ("mistral-small-4", {"n_group": 2}, UnsupportedModelError, "n_group 2"),
         ("deepseek-v3", {"kv_lora_rank": 0}, ConfigError, "kv_lora_rank must be at least 1"),
     ],
 )

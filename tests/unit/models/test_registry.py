@@ -307,11 +307,11 @@ def test_an_unknown_architecture_is_refused_with_all_known_ones(tmp_path: Path) 
                 "rope_scaling": {
                     "rope_type": "llama3",
                     "factor": 2,
-                    "low_freq_factor": 4,
+                    "low_freq_factor": 5,
                     "high_freq_factor": 4,
                 }
             },
-            ("high_freq_factor", "rope_scaling", "low_freq_factor", 4),
+            ("high_freq_factor", "rope_scaling", "low_freq_factor", 5, 4),
         ),
     ],
 )

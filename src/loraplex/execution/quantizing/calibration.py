@@ -16,7 +16,7 @@ from loraplex.execution.steps.input_batch import InputBatch, states_of
 from loraplex.execution.steps.kv_cache import KVCache
 from loraplex.execution.steps.tensors import HostTensors
 from loraplex.execution.weights.packing import WeightFormat, pack_checkpoint
-from loraplex.kernels.ops import PackedLinear
+from loraplex.kernels.ops import PackedLinear, Storage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes
 from loraplex.memory.cache_policy import cache_policy
@@ -97,8 +97,11 @@ class _Layer:
             cache_groups=groups,
             block_size=_BLOCK_SIZE,
         )
-        (packed,) = self._parameters.layers
-        self.kernels.watch(packed.linears)
+        (layer,), (packed,) = spec.layers, self._parameters.layers
+        self.kernels.watch(
+            packed.linears,
+            *(name for name, group in layer.linears.items() if group.is_taken_apart),
+        )
 
     def run(self, text: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
         """Return the hidden states [T, hidden] after the layer; logits after the last one."""
@@ -141,9 +144,13 @@ class _Layer:
 class _ObservingKernels(ReferenceKernels):
     """Adds up X^T X of the inputs X of the linear layers that it watches."""
 
-    def watch(self, linears: Mapping[str, PackedLinear]) -> None:
-        """linears: by the name of their group; they must outlive the watching."""
+    def watch(self, linears: Mapping[str, PackedLinear], of_latents: str | None = None) -> None:
+        """linears: by the name of their group; they must outlive the watching.
+
+        of_latents: the one that reads latent vectors, which absorption multiplies with no product.
+        """
         self._names = {id(packed): name for name, packed in linears.items()}
+        self._of_latents = of_latents
         self.moments: dict[str, torch.Tensor] = {}
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -154,8 +161,22 @@ class _ObservingKernels(ReferenceKernels):
         self._note(x, packed)
         return super().grouped_linear(x, packed, routes)
 
+    def write_latent(
+        self,
+        storage: Storage,
+        latent: torch.Tensor,
+        key: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if self._of_latents is not None:
+            self._add(self._of_latents, latent)
+        super().write_latent(storage, latent, key, slot_mapping)
+
     def _note(self, x: torch.Tensor, packed: PackedLinear) -> None:
         name = self._names.get(id(packed))
         if name is not None:
-            known = self.moments.setdefault(name, torch.zeros(x.shape[1], x.shape[1]))
-            known.addmm_(x.t(), x)
+            self._add(name, x)
+
+    def _add(self, name: str, x: torch.Tensor) -> None:
+        known = self.moments.setdefault(name, torch.zeros(x.shape[1], x.shape[1]))
+        known.addmm_(x.t(), x)

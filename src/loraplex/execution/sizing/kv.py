@@ -21,10 +21,12 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.cache_groups import (
     LayerGroup,
+    attention_chunks,
     cache_groups,
     storage_bytes,
     with_attention_windows,
 )
+from loraplex.models.latent_config import limited_to
 from loraplex.models.spec import ModelSpec
 
 _DEFAULT_KV_BYTES = 2 << 30
@@ -43,7 +45,10 @@ class KVSize:
 
 
 def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
-    """Return the model with the operator's windows. Raises ConfigError."""
+    """Return the model with the operator's windows, and as long as the device allows.
+
+    Raises ConfigError.
+    """
     windows, num_sinks = settings.max_attention_window_size, settings.sink_token_length
     if any(window < 1 for window in windows):
         raise ConfigError(
@@ -57,6 +62,12 @@ def windowed(settings: RunnerSettings, spec: ModelSpec) -> ModelSpec:
             param="max_attention_window_size",
         )
     spec = with_attention_windows(spec, windows, num_sinks)
+    chunks = attention_chunks(spec)
+    if chunks and settings.device != "cpu":
+        # Rows are cut on the host (rows_in_chunks), which steps on a GPU do not wait for.
+        spec = limited_to(
+            spec, min(chunks), "on a GPU attention in several chunks is not supported"
+        )
     caches = (cache for layer in spec.layers for each in layer.mixers for cache in each.caches())
     if num_sinks and all(cache.spec.reach is None for cache in caches):
         raise ConfigError(

@@ -30,7 +30,7 @@ _EXPERTS: Final = ExpertNames(
     shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     shared_down="mlp.shared_experts.down_proj",
 )
-_NAMES_2: Final = DecoderNames(experts=_EXPERTS)
+NAMES_2: Final = DecoderNames(experts=_EXPERTS)
 _NAMES: Final = DecoderNames(
     experts=dataclasses.replace(_EXPERTS, selection_bias="mlp.gate.e_score_correction_bias")
 )
@@ -123,7 +123,7 @@ def read_config_2(fields: ConfigFields) -> ModelSpec:
         require_switches(fields, {"topk_method": _IN_GROUPS})
     require_switches(fields, {"norm_topk_prob": False, "scoring_func": "softmax"})
     traits = Traits(
-        names=_NAMES_2,
+        names=NAMES_2,
         is_rope_interleaved=True,
         experts=_read_experts(fields, RoutingMode.SOFTMAX),
     )
@@ -174,10 +174,25 @@ def _up_to_the_choice(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
 def _read_third(fields: ConfigFields, architecture: str, *, default_query_rank: int) -> ModelSpec:
     """Read what is built like V3, given its defaults."""
     require_switches(fields, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+    names = without_draft_layers(_NAMES, fields)
+    return read_plain(
+        fields, architecture, RoutingMode.SIGMOID, names, default_query_rank=default_query_rank
+    )
+
+
+def read_plain(
+    fields: ConfigFields,
+    architecture: str,
+    mode: RoutingMode,
+    names: DecoderNames,
+    *,
+    default_query_rank: int,
+) -> ModelSpec:
+    """Read latent attention with experts that this mode chooses, given all other defaults."""
     traits = Traits(
-        names=without_draft_layers(_NAMES, fields),
+        names=names,
         is_rope_interleaved=fields.boolean("rope_interleave", True),
-        experts=_read_experts(fields, RoutingMode.SIGMOID),
+        experts=_read_experts(fields, mode),
     )
     return read_latent_decoder(fields, architecture, traits, default_query_rank=default_query_rank)
 

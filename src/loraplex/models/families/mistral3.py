@@ -1,11 +1,13 @@
-"""Mistral 3: Ministral 3, whose queries grow with their position, and the multimodal wrapper."""
+"""Mistral 3: Ministral 3, whose queries grow with their position, and the multimodal wrapper, in
+which Mistral 4 is as well.
+"""
 
 import dataclasses
 from typing import Final
 
 from loraplex.core.errors import UnsupportedModelError
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.families import mistral
+from loraplex.models.families import mistral, mistral4
 from loraplex.models.family_config import read_text_tower
 from loraplex.models.spec import ModelSpec
 from loraplex.models.specs.attention import AttentionSpec
@@ -54,9 +56,18 @@ def read_wrapper(fields: ConfigFields) -> ModelSpec:
 
 def _read_text(fields: ConfigFields) -> ModelSpec:
     model_type = fields.text("model_type", "mistral")
-    if model_type not in ("mistral", "ministral3"):
+    read = _READERS.get(model_type)
+    if read is None:
         raise UnsupportedModelError(
             f"{fields.source}: model_type {model_type!r} is not supported; "
-            "supported: mistral, ministral3"
+            f"supported: {', '.join(_READERS)}"
         )
-    return read_config(fields) if model_type == "ministral3" else mistral.read_config(fields)
+    return read(fields)
+
+
+_READERS: Final = {
+    "mistral": mistral.read_config,
+    "ministral3": read_config,
+    "mistral4": mistral4.read_config,
+}
+"""Readers of the wrapper's language model by its model_type."""

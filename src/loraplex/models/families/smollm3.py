@@ -22,7 +22,7 @@ _DEFAULT_PERIOD: Final = 4
 def read_config(fields: ConfigFields) -> ModelSpec:
     """Read a config.json; layers without rotation have the window, if windows are switched on."""
     fields = fields.renamed({}, _DEFAULTS)
-    rotates = _rotating_layers(fields)
+    rotates = rotating_layers(fields)
     window = fields.optional_integer("sliding_window")
     if not fields.boolean("use_sliding_window", False):
         window = None
@@ -36,7 +36,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
     return read_decoder(fields, ARCHITECTURE, traits)
 
 
-def _rotating_layers(fields: ConfigFields) -> tuple[bool, ...]:
+def rotating_layers(fields: ConfigFields) -> tuple[bool, ...]:
     """Read `no_rope_layers`, which has a 1 for a layer that rotates, or else its period."""
     num_layers = fields.num_layers
     flags = fields.integers("no_rope_layers")

@@ -1,17 +1,20 @@
 """Self-attention of one layer: fused projections, rotation if any, paged attention."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from loraplex.core.errors import ConfigError
 from loraplex.core.plan import CacheGroupId
 from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Kernels
+from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, Kernels, RowLayout
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.mixers.head_order import HeadOrder
-from loraplex.models.mixers.mixer import Angles, LayerPlace, MixerInputs, PlanKind
+from loraplex.models.mixers.mixer import LayerPlace, MixerInputs, PlanKind
 from loraplex.models.norm import Norm, make_norm
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.specs.attention import (
@@ -23,7 +26,7 @@ from loraplex.models.specs.attention import (
     SINK_LOGITS,
     AttentionSpec,
 )
-from loraplex.models.specs.part import NormSpec
+from loraplex.models.specs.part import NormSpec, RopeConfig
 
 
 class AttentionKind(NamedTuple):
@@ -32,13 +35,49 @@ class AttentionKind(NamedTuple):
     cache_group: CacheGroupId
     shape: AttentionShape
     rules: AttentionRules
+    chunk: int | None = None
+    """AttentionSpec.chunk"""
 
     def planner(
         self, kernels: Kernels, _device: torch.device
     ) -> Callable[[ForwardBatch], AttentionPlan]:
-        return lambda batch: kernels.plan_attention(
-            batch.rows[self.cache_group], self.shape, self.rules
-        )
+        chunk, block_size = self.chunk, self.shape.block_size
+        if chunk is not None and chunk % block_size:
+            raise ConfigError(
+                f"attention in chunks of {chunk} positions needs a block_size that divides them, "
+                f"got {block_size}",
+                param="block_size",
+            )
+
+        def plan(batch: ForwardBatch) -> AttentionPlan:
+            rows = batch.rows[self.cache_group]
+            if chunk is not None and max(rows.seq_lens, default=0) > chunk:
+                rows = rows_in_chunks(rows, chunk, block_size)
+            return kernels.plan_attention(rows, self.shape, self.rules)
+
+        return plan
+
+
+def rows_in_chunks(rows: RowLayout, chunk: int, block_size: int) -> RowLayout:
+    """Cut rows, on the host, where chunks begin: nothing precedes the chunk that a piece is in."""
+    starts, seq_lens, sources, first_blocks = [0], [], [], []
+    for row, (start, end) in enumerate(itertools.pairwise(rows.query_start_loc)):
+        position, seq_len = rows.seq_lens[row] - (end - start), rows.seq_lens[row]
+        while position < seq_len:
+            first = position // chunk * chunk
+            stop = min(first + chunk, seq_len)
+            starts.append(starts[-1] + stop - position)
+            seq_lens.append(stop - first)
+            sources.append(row)
+            first_blocks.append(first // block_size)
+            position = stop
+    # With numpy: a recorded step has no op of torch.
+    tables = rows.block_tables.numpy()
+    columns = np.array(first_blocks)[:, None] + np.arange(chunk // block_size)
+    columns = np.minimum(columns, tables.shape[1] - 1)
+    return RowLayout(
+        starts, seq_lens, torch.from_numpy(tables[np.array(sources)[:, None], columns])
+    )
 
 
 def attention_kind(
@@ -55,7 +94,7 @@ def attention_kind(
     shape = AttentionShape(
         attention.num_heads, attention.num_kv_heads, attention.head_dim, block_size
     )
-    return AttentionKind(cache_group, shape, rules)
+    return AttentionKind(cache_group, shape, rules, attention.chunk)
 
 
 def _by_distance(spec: AttentionSpec, table: torch.Tensor) -> torch.Tensor:
@@ -122,12 +161,12 @@ class Attention:
         query, key, value, gate = self._project(x, lora, head_rows)
         if not spec.normalizes_after_rotation:
             query, key = self._with_norms(query, key)
+        turned = query
+        if spec.query_rope is not None:
+            self._rotate(query, key[:, :0], spec.query_rope, inputs)
+            turned = query[:, :0]
         if spec.rope is not None:
-            turned = query
-            if spec.query_rope is not None:
-                self._rotate(query, key[:, :0], inputs.angles[spec.query_rope])
-                turned = query[:, :0]
-            self._rotate(turned, key, inputs.angles[spec.rope])
+            self._rotate(turned, key, spec.rope, inputs)
         if spec.normalizes_after_rotation:
             query, key = self._with_norms(query, key)
         slot_mapping = inputs.batch.slot_mappings[self._kind.cache_group]
@@ -140,10 +179,11 @@ class Attention:
             attended = self._kernels.sigmoid_gate(attended, gate)
         return self._output.forward(attended.flatten(1), lora)
 
-    def _rotate(self, query: torch.Tensor, key: torch.Tensor, angles: Angles) -> None:
-        assert self._spec.rope is not None
-        is_interleaved = self._spec.rope.is_interleaved
-        self._kernels.rotary(query, key, *angles, is_interleaved=is_interleaved)
+    def _rotate(
+        self, query: torch.Tensor, key: torch.Tensor, rope: RopeConfig, inputs: MixerInputs
+    ) -> None:
+        angles = inputs.angles[rope]
+        self._kernels.rotary(query, key, *angles, is_interleaved=rope.is_interleaved)
 
     def _project(
         self, x: torch.Tensor, lora: LoraBatch | None, head_rows: torch.Tensor | None

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from loraplex.core.cache import Blocks, CachedVectors
+from loraplex.core.cache import Blocks, CachedVectors, Chunk
 from loraplex.models.linear_group import OutputSpan, Share, TensorShard, share_of, share_or_copy
 from loraplex.models.specs.part import (
     Divided,
@@ -62,6 +62,11 @@ class AttentionSpec(MixerSpec):
     """
     window: int | None = None
     """Number of positions, its own included, that a token attends to; None: full attention."""
+    chunk: int | None = None
+    """Size of chunks, from multiples of it on, within which tokens attend; then there is no window.
+
+    None: there are none.
+    """
     num_sink_tokens: int = 0
     """First positions that stay visible in addition to the window."""
     is_causal: bool = True
@@ -98,7 +103,10 @@ class AttentionSpec(MixerSpec):
 
     def caches(self) -> tuple[LayerCache, ...]:
         vectors = CachedVectors(self.num_kv_heads, self.head_dim)
-        return (LayerCache(Blocks(self.window, self.num_sink_tokens), (vectors, vectors)),)
+        kept = (
+            Blocks(self.window, self.num_sink_tokens) if self.chunk is None else Chunk(self.chunk)
+        )
+        return (LayerCache(kept, (vectors, vectors)),)
 
     def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:
         found: dict[str, NormSpec | TensorSpec] = {}

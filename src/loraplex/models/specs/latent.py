@@ -53,6 +53,8 @@ class LatentSpec(MixerSpec):
     """Factor of the scores."""
     latent_norm: NormSpec
     query_norm: NormSpec | None = None
+    query_growth: RopeConfig | None = None
+    """Factor of whole queries by their position (growth_alone), where there is one."""
 
     @property
     def cached_size(self) -> int:
@@ -72,7 +74,10 @@ class LatentSpec(MixerSpec):
         return found if self.query_norm is None else {QUERY_NORM: self.query_norm, **found}
 
     def ropes(self) -> Mapping[RopeConfig, int]:
-        return {self.rope: self.rope_size}
+        turned = {self.rope: self.rope_size}
+        if self.query_growth is not None:
+            turned[self.query_growth] = self.key_size + self.rope_size
+        return turned
 
     def divisors(self) -> Sequence[Divided]:
         return (Divided(f"{self.num_heads} heads of latent attention", self.num_heads),)

@@ -47,7 +47,9 @@ class RopeConfig:
     is_interleaved: bool = False
     """Whether the elements 2 i and 2 i + 1 of a head turn together, rather than i and i + R / 2."""
     growth: float = 0.0
-    """b of the factor 1 + b * ln(1 + floor(position / original length)) of what turns."""
+    """b of the factor 1 + b * ln(1 + floor((position + o) / original length)) of what turns."""
+    growth_offset: int = 0
+    """o of this factor."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return R, the number of elements of a head that turn.
@@ -66,12 +68,23 @@ class NormKind(enum.Enum):
     LAYER = enum.auto()
 
 
+def growth_alone(growth: float, length: int, *, offset: int = 0) -> RopeConfig:
+    """Return an embedding that turns nothing: it multiplies heads by RopeConfig.growth's factor."""
+    return RopeConfig(
+        rope_type="proportional",
+        partial_rotary_factor=0.0,
+        growth=growth,
+        growth_offset=offset,
+        original_max_position_embeddings=length,
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormSpec:
     """One norm. Its weights are `<path>.weight` and, if it has one, `<path>.bias`."""
 
     path: str
-    """Full name in the checkpoint."""
+    """Full name in the checkpoint; empty: an RMS norm of a mixer without weights."""
     size: int
     eps: float
     kind: NormKind = NormKind.RMS

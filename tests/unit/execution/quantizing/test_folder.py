@@ -83,9 +83,7 @@ def test_a_family(name: str, tmp_path: Path) -> None:
             assert 0.01 < error < (0.2 if texts is None else 0.6), weight
         assert len(changed) >= len(paths)
         for layer in report.layers:
-            # Latent attention has no product with this weight itself, so its inputs are not seen.
-            is_seen = texts is not None and not layer.name.endswith("kv_b_proj")
-            assert (layer.error.relative_output is not None) == is_seen
+            assert (layer.error.relative_output is not None) == (texts is not None)
 
 
 @pytest.fixture
