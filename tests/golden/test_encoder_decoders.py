@@ -21,6 +21,7 @@ from loraplex.core.errors import (
 )
 from loraplex.models.registry import read_config
 from support.encoder_decoders import CASES, random_inputs, save_adapters, save_case
+from support.module_rows import one_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -157,18 +158,8 @@ def test_a_decoder_prompt_continues_an_output(subject: Subject) -> None:
 def test_modules_of_tensorrt_llm_change_outputs(subject: Subject, module_id: int) -> None:
     """Check lora_config rows of the decoder's self-attention, MLP and cross attention."""
     base = read_config(subject.folder)
-    modules = base.layers[1].module_shapes
-    named = LORA_MODULES[module_id].parts_in(modules)
-    sizes = [modules[part] for part in named]
-    torch.default_generator.manual_seed(module_id)
-    rank = 2
-    num_values = rank * (sizes[0][0] + sum(out for _, out in sizes)) if named else 8
-    sent: dict[str, Any] = {
-        "lora_task_id": 100 + module_id,
-        "lora_weights": torch.randn(1, num_values),
-        "lora_config": torch.tensor([[module_id, 1, rank]], dtype=torch.int32),
-    }
-    if not named:  # the base has no gate
+    sent = one_module(base, 1, module_id, 100 + module_id)
+    if not LORA_MODULES[module_id].parts_in(base.layers[1].module_shapes):  # there is no gate
         with pytest.raises(AdapterMismatchError, match="not enabled"):
             subject.llm.generate([INPUTS[1]], GREEDY, **sent)
         assert module_id == 7
