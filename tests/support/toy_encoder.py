@@ -1,138 +1,34 @@
-"""Encoder and cross mixer that only tests have, and a decoder whose layers read the encoder.
+"""An encoder that only tests have, and a decoder whose layers read it by cross attention.
 
 All of an input's tokens change all of the encoder's output, and a decoder's token attends to all of
 it. So what a model writes depends on each token of its input, and on the places of these tokens.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import Final
 
-import numpy as np
-import pytest
 import torch
 
-from loraplex.core.cache import CachedVectors, Cross
-from loraplex.core.plan import CacheGroupId
 from loraplex.execution.adapters.host_adapters import HostAdapters
 from loraplex.execution.assembly import Assembly
 from loraplex.execution.loading import assemble_parts
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.runner_parts import RunnerParts
 from loraplex.kernels.accelerator import Accelerator
-from loraplex.kernels.lora import LoraBatch
-from loraplex.kernels.ops import (
-    AttentionPlan,
-    AttentionRules,
-    AttentionShape,
-    DeviceRows,
-    Kernels,
-    RowLayout,
-    Storage,
-)
+from loraplex.kernels.ops import Kernels
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.linear_group import LinearGroup
-from loraplex.models.mixers import kinds
-from loraplex.models.mixers.mixer import LayerPlace, Linear, MixerInputs
-from loraplex.models.parameters import DecoderParameters, LayerParameters, build_parameters
+from loraplex.models.mixers.mixer import Linear
+from loraplex.models.parameters import DecoderParameters, build_parameters
 from loraplex.models.spec import EncoderSpec, LayerSpec, ModelSpec, NormPlace
-from loraplex.models.specs.part import (
-    LayerCache,
-    MixerSpec,
-)
+from loraplex.models.specs.cross import CROSS_KV, CROSS_OUTPUT, CROSS_QUERY, CrossSpec
 from support.tiny_decoder import tiny_spec
-from support.toy_mixer import RandomWeights, WholeSpec
+from support.toy_mixer import RandomWeights
 
 LONGEST_INPUT: Final = 11
-ENCODER, QUERY, KEYS_AND_VALUES, OUT = "encoder", "cross_q", "cross_kv", "cross_o"
-"""Groups of linear layers. That of the encoder is in the first layer of the decoder."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToyCrossSpec(WholeSpec):
-    """Attention to all positions of an encoder's output, of the decoder's size."""
-
-    num_heads: int
-    head_dim: int
-
-    def caches(self) -> tuple[LayerCache]:
-        vectors = CachedVectors(self.num_heads, self.head_dim)
-        return (LayerCache(Cross(), (vectors, vectors)),)
-
-    def step_bytes(self, itemsize: int) -> int:
-        return 3 * self.num_heads * self.head_dim * itemsize
-
-
-class CrossKind(NamedTuple):
-    """Kind of plan: causal attention in which each token is the last one of a row of its own."""
-
-    cache_group: CacheGroupId
-    shape: AttentionShape
-
-    def planner(
-        self, kernels: Kernels, _device: torch.device
-    ) -> Callable[[ForwardBatch], AttentionPlan]:
-        rules = AttentionRules(scale=self.shape.head_dim**-0.5)
-
-        def plan(batch: ForwardBatch) -> AttentionPlan:
-            rows = _row_per_token(batch.rows[self.cache_group], len(batch.token_ids))
-            return kernels.plan_attention(rows, self.shape, rules)
-
-        return plan
-
-
-def _row_per_token(rows: RowLayout, num_tokens: int) -> RowLayout:
-    """num_tokens: with padding."""
-    counts = np.diff(rows.query_start_loc)
-    row_of_token = np.repeat(np.arange(len(counts)), counts)
-    indices, tables, on_device = torch.from_numpy(row_of_token), rows.block_tables, rows.on_device
-    if on_device is None:
-        tables = tables[indices]
-    elif len(on_device.seq_lens) != num_tokens:
-        on_device = DeviceRows(
-            torch.arange(num_tokens + 1, dtype=torch.int32),
-            on_device.seq_lens[indices],
-            on_device.table_rows[indices],
-            on_device.block_tables,
-        )
-    seq_lens = [rows.seq_lens[row] for row in row_of_token.tolist()]
-    return RowLayout(list(range(len(seq_lens) + 1)), seq_lens, tables, on_device)
-
-
-class ToyCross:
-    """Implements `Mixer` and `EncoderReader`."""
-
-    def __init__(
-        self, spec: ToyCrossSpec, place: LayerPlace, parameters: LayerParameters, kernels: Kernels
-    ) -> None:
-        (cache,) = spec.caches()
-        heads, head_dim = spec.num_heads, spec.head_dim
-        self._heads = (heads, head_dim)
-        self._kernels = kernels
-        self._layer = place.layer
-        self._query = place.linear(QUERY, parameters, kernels)
-        self._keys_and_values = place.linear(KEYS_AND_VALUES, parameters, kernels)
-        self._out = place.linear(OUT, parameters, kernels)
-        shape = AttentionShape(heads, heads, head_dim, place.block_size)
-        self._kind = CrossKind(place.cache_groups[cache], shape)
-        self.plan_kinds = (self._kind,)
-
-    def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> torch.Tensor:
-        query = self._query.forward(x, lora).view(len(x), *self._heads)
-        plan = inputs.plans[self._kind]
-        attended = self._kernels.paged_attention(query, self._storage(inputs), plan)
-        return self._out.forward(attended.flatten(1), lora)
-
-    def encode(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> None:
-        both = self._keys_and_values.forward(x, lora).view(len(x), 2, *self._heads)
-        places = inputs.batch.slot_mappings[self._kind.cache_group]
-        self._kernels.write_kv(self._storage(inputs), both[:, 0], both[:, 1], places)
-
-    def _storage(self, inputs: MixerInputs) -> Storage:
-        storage = inputs.storages[self._kind.cache_group][self._layer]
-        assert storage is not None
-        return storage
+ENCODER = "encoder"
+"""Group of the encoder's linear layer, which is in the first layer of the decoder."""
 
 
 class ToyEncoder:
@@ -191,16 +87,16 @@ def _with_cross(layer: LayerSpec, prefix: str, num_heads: int, head_dim: int) ->
     keys_and_values = {f"cross_attn.{name}_proj": size for name in "kv"}
     return dataclasses.replace(
         layer,
-        cross=ToyCrossSpec(num_heads, head_dim),
+        cross=CrossSpec(num_heads=num_heads, head_dim=head_dim, scale=head_dim**-0.5),
         norms={
             **layer.norms,
             NormPlace.BEFORE_CROSS: dataclasses.replace(norm, path=f"{prefix}cross_norm"),
         },
         linears={
             **layer.linears,
-            QUERY: _group(f"{prefix}{QUERY}", hidden, {"cross_attn.q_proj": size}),
-            KEYS_AND_VALUES: _group(f"{prefix}{KEYS_AND_VALUES}", hidden, keys_and_values),
-            OUT: _group(f"{prefix}{OUT}", size, {"cross_attn.out_proj": hidden}),
+            CROSS_QUERY: _group(f"{prefix}{CROSS_QUERY}", hidden, {"cross_attn.q_proj": size}),
+            CROSS_KV: _group(f"{prefix}{CROSS_KV}", hidden, keys_and_values),
+            CROSS_OUTPUT: _group(f"{prefix}{CROSS_OUTPUT}", size, {"cross_attn.out_proj": hidden}),
         },
     )
 
@@ -212,15 +108,6 @@ def _group(path: str, in_features: int, outputs: Mapping[str, int]) -> LinearGro
         in_features=in_features,
         has_bias=False,
     )
-
-
-@contextlib.contextmanager
-def known_cross() -> Iterator[None]:
-    """Return the block in which decoders with such layers are made."""
-    with pytest.MonkeyPatch.context() as patch:
-        mixers: dict[type[MixerSpec], kinds.MixerClass] = {ToyCrossSpec: ToyCross}
-        patch.setattr(kinds, "MIXERS", {**kinds.MIXERS, **mixers})
-        yield
 
 
 def encoder_decoder_parts(
@@ -242,5 +129,4 @@ def encoder_decoder_parts(
         accelerator=accelerator,
         text_encoder=encoder,
     )
-    with known_cross():
-        return assemble_parts(assembly, HostAdapters()), encoder
+    return assemble_parts(assembly, HostAdapters()), encoder

@@ -24,9 +24,9 @@ class StackNames:
 
     attention: str
     attention_norm: str
-    cross: str = ""
-    """Empty: the stack has no cross attention."""
-    cross_norm: str = ""
+    cross: str
+    """Cross attention, which a decoder's layers have."""
+    cross_norm: str
     projections: tuple[str, str, str, str]
     """Queries, keys, values and output, of both kinds of attention."""
     output_module: str
@@ -40,17 +40,23 @@ class StackNames:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """Layers of one stack, which differ in their names alone."""
+    """Layers of one stack, which differ in their names alone. That of a decoder is causal."""
 
     names: StackNames
     attention: AttentionSpec
-    cross: CrossSpec | None = None
     feed_forward: FeedForwardSpec
     norm: NormSpec
     """Norm of all parts; each gets a path."""
     has_biases: bool
-    module_prefix: str = ""
-    """How the names of its modules begin in adapters."""
+
+    @property
+    def cross(self) -> CrossSpec | None:
+        """Return a decoder's attention to the encoder: as many heads as that to its own text."""
+        own = self.attention
+        if not own.is_causal:
+            return None
+        scale = own.head_dim**-0.5 if own.scale is None else own.scale
+        return CrossSpec(num_heads=own.num_heads, head_dim=own.head_dim, scale=scale)
 
     def layer(self, prefix: str, attention: AttentionSpec | None = None) -> LayerSpec:
         """Return the layer whose names begin with the prefix. attention: None: the usual one."""
@@ -69,12 +75,13 @@ class Stack:
             NormPlace.BEFORE_MIXER: names.attention_norm,
             NormPlace.BEFORE_FEED_FORWARD: names.feed_forward_norm,
         }
-        if self.cross is not None:
-            linears |= self._cross(prefix, self.cross)
+        cross = self.cross
+        if cross is not None:
+            linears |= self._cross(prefix, cross)
             norms[NormPlace.BEFORE_CROSS] = names.cross_norm
         return LayerSpec(
             mixer=attention,
-            cross=self.cross,
+            cross=cross,
             feed_forward=self.feed_forward,
             norms={
                 place: dataclasses.replace(self.norm, path=prefix + name)
@@ -107,9 +114,10 @@ class Stack:
     def _group(
         self, paths: Sequence[str], modules: Sequence[str], out_features: int, in_features: int
     ) -> LinearGroup:
+        prefix = "" if self.attention.is_causal else ENCODER
         return LinearGroup(
             paths=tuple(paths),
-            outputs={self.module_prefix + module: out_features for module in modules},
+            outputs={prefix + module: out_features for module in modules},
             in_features=in_features,
             has_bias=self.has_biases,
         )

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
-from loraplex.models.encoder_decoder_config import ENCODER, Stack, StackNames, read_first_ids
+from loraplex.models.encoder_decoder_config import Stack, StackNames, read_first_ids
 from loraplex.models.family_config import (
     LAYER_NORM,
     check_heads,
@@ -16,7 +16,6 @@ from loraplex.models.family_config import (
 )
 from loraplex.models.spec import EncoderSpec, FeedForwardSpec, LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.attention import AttentionSpec
-from loraplex.models.specs.cross import CrossSpec
 from loraplex.models.specs.part import NormSpec
 
 ARCHITECTURE: Final = "BartForConditionalGeneration"
@@ -52,6 +51,9 @@ _STACK_NAMES: Final = StackNames(
 )
 _PARTS: Final = (NormPlace.BEFORE_MIXER, NormPlace.BEFORE_CROSS, NormPlace.BEFORE_FEED_FORWARD)
 _NEEDED: Final = {"share_encoder_decoder_embeddings": True, "tie_word_embeddings": True}
+
+_Layers = tuple[tuple[LayerSpec, ...], NormSpec]
+"""Layers of a stack, and the norm after the last one."""
 
 
 class _Form(NamedTuple):
@@ -101,31 +103,19 @@ def _read(fields: ConfigFields, form: _Form) -> ModelSpec:
     require_switches(fields, _NEEDED)
     fields = fields.renamed({"hidden_act": "activation_function"}, {"hidden_act": form.activation})
     hidden = fields.integer("d_model", 1024)
-    positions = fields.integer("max_position_embeddings", 1024)
     norm = dataclasses.replace(LAYER_NORM, size=hidden)
-    encoder = _stack(fields, "encoder", norm, ENCODER)
-    decoder = _stack(fields, "decoder", norm, "")
-    attention = decoder.attention
-    cross = CrossSpec(
-        num_heads=attention.num_heads,
-        head_dim=attention.head_dim,
-        scale=attention.head_dim**-0.5,
-    )
-    decoder = dataclasses.replace(decoder, cross=cross)
-    embedding = dataclasses.replace(norm, path="model.{}.layernorm_embedding")
-    stacks = {
-        name: _layers(stack, name, fields.integer(f"{name}_layers", 12), form, embedding)
-        for name, stack in (("encoder", encoder), ("decoder", decoder))
+    path = "model.{}.layernorm_embedding"
+    embedding = {
+        name: dataclasses.replace(norm, path=path.format(name)) if form.norms_embedding else None
+        for name in ("encoder", "decoder")
     }
-
-    def embedding_norm(name: str) -> NormSpec | None:
-        if form.norms_follow or not form.norms_embedding:
-            return None
-        return dataclasses.replace(embedding, path=embedding.path.format(name))
-
+    is_marian = form.architecture == ARCHITECTURE_MARIAN
+    stacks = {name: _layers(fields, name, norm, form, first) for name, first in embedding.items()}
+    if form.norms_follow:
+        embedding = {}  # it is the first layer's
+    positions = fields.integer("max_position_embeddings", 1024)
     pad = fields.optional_integer("pad_token_id")
     pad = form.pad if pad is None else pad
-    start = pad if form.architecture == ARCHITECTURE_MARIAN else form.start
     vocab_size = fields.integer("vocab_size")
     return ModelSpec(
         architecture=form.architecture,
@@ -138,7 +128,7 @@ def _read(fields: ConfigFields, form: _Form) -> ModelSpec:
         default_max_model_len=positions,
         hidden_act=fields.text("hidden_act", form.activation),
         embedding_factor=hidden**0.5 if fields.boolean("scale_embedding", False) else 1.0,
-        embedding_norm=embedding_norm("decoder"),
+        embedding_norm=embedding.get("decoder"),
         is_embedding_norm_last=True,
         has_position_table=True,
         position_offset=form.offset,
@@ -153,20 +143,23 @@ def _read(fields: ConfigFields, form: _Form) -> ModelSpec:
             longest_input=positions,
             layers=stacks["encoder"][0],
             final_norm=stacks["encoder"][1],
-            embedding_norm=embedding_norm("encoder"),
+            embedding_norm=embedding.get("encoder"),
             positions="" if form.sinusoid_step else "model.encoder.embed_positions",
             layer_prefix="model.encoder.layers.{}.",
-            first_ids=read_first_ids(fields, vocab_size, start),
-            never_ids=(pad,) if form.architecture == ARCHITECTURE_MARIAN else (),
+            first_ids=read_first_ids(fields, vocab_size, pad if is_marian else form.start),
+            never_ids=(pad,) if is_marian else (),
         ),
     )
 
 
-def _stack(fields: ConfigFields, name: str, norm: NormSpec, module_prefix: str) -> Stack:
+def _layers(
+    fields: ConfigFields, name: str, norm: NormSpec, form: _Form, before: NormSpec | None
+) -> _Layers:
+    """before: norm of the embedding."""
     num_heads = fields.integer(f"{name}_attention_heads", 16)
     head_dim = norm.size // num_heads
     check_heads(fields, num_heads, num_heads, head_dim)
-    return Stack(
+    stack = Stack(
         names=_STACK_NAMES,
         attention=AttentionSpec(
             num_heads=num_heads,
@@ -182,24 +175,15 @@ def _stack(fields: ConfigFields, name: str, norm: NormSpec, module_prefix: str) 
         ),
         norm=norm,
         has_biases=True,
-        module_prefix=module_prefix,
     )
-
-
-def _layers(
-    stack: Stack, name: str, count: int, form: _Form, embedding: NormSpec
-) -> tuple[tuple[LayerSpec, ...], NormSpec]:
-    """Return the layers, and the norm after the last one."""
+    count = fields.integer(f"{name}_layers", 12)
     layers = [stack.layer(f"model.{name}.layers.{index}.") for index in range(count)]
-    if not form.norms_follow:
-        return tuple(layers), dataclasses.replace(stack.norm, path=f"model.{name}.layer_norm")
-    first = dataclasses.replace(embedding, path=embedding.path.format(name))
-    return _with_norms_after(layers, first if form.norms_embedding else None)
+    if form.norms_follow:
+        return _with_norms_after(layers, before)
+    return tuple(layers), dataclasses.replace(norm, path=f"model.{name}.layer_norm")
 
 
-def _with_norms_after(
-    layers: Sequence[LayerSpec], before: NormSpec | None
-) -> tuple[tuple[LayerSpec, ...], NormSpec]:
+def _with_norms_after(layers: Sequence[LayerSpec], before: NormSpec | None) -> _Layers:
     """Let each norm follow its part: it is the norm before the next part, or the final one."""
     changed = []
     for layer in layers:

@@ -8,7 +8,6 @@ from loraplex.kernels.activations import Activation
 from loraplex.models.config_fields import ConfigFields
 from loraplex.models.decoder_names import DecoderNames
 from loraplex.models.encoder_decoder_config import (
-    ENCODER,
     Stack,
     StackNames,
     read_first_ids,
@@ -16,7 +15,7 @@ from loraplex.models.encoder_decoder_config import (
 from loraplex.models.family_config import RMS_NORM, read_dtype
 from loraplex.models.spec import EncoderSpec, FeedForwardSpec, LayerSpec, ModelSpec
 from loraplex.models.specs.attention import AttentionSpec, PositionBias
-from loraplex.models.specs.cross import CrossSpec
+from loraplex.models.specs.part import NormSpec
 
 ARCHITECTURE: Final = "T5ForConditionalGeneration"
 ARCHITECTURE_MT5: Final = "MT5ForConditionalGeneration"
@@ -66,56 +65,29 @@ def _read(
     fields: ConfigFields, architecture: str, *, is_scaled: bool, has_own_biases: bool = False
 ) -> ModelSpec:
     hidden = fields.integer("d_model", 512)
+    eps = fields.number("layer_norm_epsilon", RMS_NORM.eps)
+    norm = dataclasses.replace(RMS_NORM, size=hidden, eps=eps)
     num_layers = fields.integer("num_layers", 6)
-    num_heads, head_dim = fields.integer("num_heads", 8), fields.integer("d_kv", 64)
-    norm = dataclasses.replace(
-        RMS_NORM, size=hidden, eps=fields.number("layer_norm_epsilon", RMS_NORM.eps)
-    )
+    counts = {
+        "encoder": num_layers,
+        "decoder": fields.integer("num_decoder_layers", num_layers),
+    }
     feed_forward = _feed_forward(fields, architecture)
-    attention = AttentionSpec(
-        num_heads=num_heads, num_kv_heads=num_heads, head_dim=head_dim, rope=None, scale=1.0
-    )
-    encoder = Stack(
-        names=_names(1, is_gated=feed_forward.is_gated),
-        attention=dataclasses.replace(attention, is_causal=False),
-        feed_forward=feed_forward,
-        norm=norm,
-        has_biases=False,
-        module_prefix=ENCODER,
-    )
-    decoder = dataclasses.replace(
-        encoder,
-        names=_names(2, is_gated=feed_forward.is_gated),
-        attention=attention,
-        cross=CrossSpec(num_heads=num_heads, head_dim=head_dim, scale=1.0),
-        module_prefix="",
-    )
-    buckets = fields.integer("relative_attention_num_buckets", 32)
-    distance = fields.integer("relative_attention_max_distance", 128)
-    if buckets < _MIN_BUCKETS or not buckets // 2 < distance <= _MAX_DISTANCE:
-        raise ConfigError(
-            f"{fields.source}: relative_attention_num_buckets must be at least {_MIN_BUCKETS}, and "
-            f"relative_attention_max_distance more than half of it and at most {_MAX_DISTANCE}, "
-            f"got {buckets} and {distance}"
+    layers: dict[str, tuple[LayerSpec, ...]] = {}
+    for name, count in counts.items():
+        stack = _stack(fields, name, norm, feed_forward)
+        owners = range(count) if has_own_biases else [0] * count
+        layers[name] = tuple(
+            stack.layer(f"{name}.block.{index}.", _biased(fields, stack.attention, name, owner))
+            for index, owner in enumerate(owners)
         )
-
-    def layers(stack: Stack, name: str, count: int) -> tuple[LayerSpec, ...]:
-        made = []
-        for index in range(count):
-            owner = index if has_own_biases else 0
-            table = f"{name}.block.{owner}.layer.0.SelfAttention.relative_attention_bias.weight"
-            bias = PositionBias(table, buckets, distance)
-            own = dataclasses.replace(stack.attention, position_bias=bias)
-            made.append(stack.layer(f"{name}.block.{index}.", own))
-        return tuple(made)
-
-    start = fields.optional_integer("pad_token_id")
+    pad = fields.optional_integer("pad_token_id") or 0
     vocab_size = fields.integer("vocab_size", 32128)
     return ModelSpec(
         architecture=architecture,
         hidden_size=hidden,
         vocab_size=vocab_size,
-        layers=layers(decoder, "decoder", fields.integer("num_decoder_layers", num_layers)),
+        layers=layers["decoder"],
         final_norm=dataclasses.replace(norm, path="decoder.final_layer_norm"),
         names=NAMES,
         max_position_embeddings=LONGEST,
@@ -126,17 +98,52 @@ def _read(
         tie_word_embeddings=True,
         eos_token_ids=fields.integers("eos_token_id") or (1,),
         bos_token_id=fields.optional_integer("bos_token_id"),
-        pad_token_id=0 if start is None else start,
+        pad_token_id=pad,
         dtype=read_dtype(fields),
         exceeds_float16=True,
         encoder=EncoderSpec(
             longest_input=LONGEST,
-            layers=layers(encoder, "encoder", num_layers),
+            layers=layers["encoder"],
             final_norm=dataclasses.replace(norm, path="encoder.final_layer_norm"),
             layer_prefix="encoder.block.{}.",
-            first_ids=read_first_ids(fields, vocab_size, 0 if start is None else start),
+            first_ids=read_first_ids(fields, vocab_size, pad),
         ),
     )
+
+
+def _stack(fields: ConfigFields, name: str, norm: NormSpec, feed_forward: FeedForwardSpec) -> Stack:
+    num_heads, is_causal = fields.integer("num_heads", 8), name == "decoder"
+    return Stack(
+        names=_names(1 + is_causal, is_gated=feed_forward.is_gated),
+        attention=AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=num_heads,
+            head_dim=fields.integer("d_kv", 64),
+            rope=None,
+            scale=1.0,
+            is_causal=is_causal,
+        ),
+        feed_forward=feed_forward,
+        norm=norm,
+        has_biases=False,
+    )
+
+
+def _biased(
+    fields: ConfigFields, attention: AttentionSpec, stack: str, owner: int
+) -> AttentionSpec:
+    """Return attention with the biases of the layer `owner` of a stack."""
+    buckets = fields.integer("relative_attention_num_buckets", 32)
+    distance = fields.integer("relative_attention_max_distance", 128)
+    if buckets < _MIN_BUCKETS or not buckets // 2 < distance <= _MAX_DISTANCE:
+        raise ConfigError(
+            f"{fields.source}: relative_attention_num_buckets must be at least {_MIN_BUCKETS}, and "
+            f"relative_attention_max_distance more than half of it and at most {_MAX_DISTANCE}, "
+            f"got {buckets} and {distance}"
+        )
+    table = f"{stack}.block.{owner}.layer.0.SelfAttention.relative_attention_bias.weight"
+    bias = PositionBias(table, buckets, distance)
+    return dataclasses.replace(attention, position_bias=bias)
 
 
 def _feed_forward(fields: ConfigFields, architecture: str) -> FeedForwardSpec:
