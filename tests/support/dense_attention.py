@@ -25,6 +25,7 @@ def dense_attention(
     soft_cap: float | None = None,
     alibi_slopes: Sequence[float] = (),
     sink_logits: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
     is_causal: bool = True,
 ) -> torch.Tensor:
     """float64 [n, H, D]; query [n, H, D] are the last of key, value [L, K, D].
@@ -49,6 +50,9 @@ def dense_attention(
     if alibi_slopes:
         slopes = torch.tensor(alibi_slopes, dtype=torch.float64).view(-1, 1, 1)
         scores += slopes * (keys - positions)
+    if position_bias is not None:
+        most = position_bias.shape[1] // 2
+        scores += position_bias.double()[:, (keys - positions).clamp(-most, most) + most]
     scores.masked_fill_(hidden, -torch.inf)
     if sink_logits is not None:
         sink_scores = sink_logits.double().view(-1, 1, 1).expand(-1, len(query), 1)

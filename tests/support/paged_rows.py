@@ -83,17 +83,21 @@ class PagedRows:
         queries: Sequence[torch.Tensor],
         rules: AttentionRules | None = None,
         sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, H, D] on the host, by the kernel."""
         plan = self.kernel.plan(self.layout(queries), self.shape, rules or self.rules)
-        sinks = None if sink_logits is None else sink_logits.to(self.device)
-        return self.kernel.attend(self.batch(queries), self.storage, plan, sinks).cpu()
+        terms = [
+            None if each is None else each.to(self.device) for each in (sink_logits, position_bias)
+        ]
+        return self.kernel.attend(self.batch(queries), self.storage, plan, *terms).cpu()
 
     def expected(
         self,
         queries: Sequence[torch.Tensor],
         rules: AttentionRules | None = None,
         sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, H, D] float64 on the host."""
         rules = rules or self.rules
@@ -105,6 +109,7 @@ class PagedRows:
             soft_cap=rules.soft_cap,
             alibi_slopes=rules.alibi_slopes,
             sink_logits=sink_logits,
+            position_bias=position_bias,
             is_causal=rules.is_causal,
         )
         vectors = zip(queries, self.keys, self.values, strict=True)

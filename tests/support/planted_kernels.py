@@ -28,6 +28,18 @@ def faulty(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels
     return kernels
 
 
+def without_biases(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
+    """Attention that leaves biases by distance out."""
+    kernels = sound(settings, accelerator)
+    attend = kernels.paged_attention
+
+    def planted(query: Any, storage: Any, plan: Any, sinks: Any = None, _: Any = None) -> Any:
+        return attend(query, storage, plan, sinks)
+
+    vars(kernels)["paged_attention"] = planted
+    return kernels
+
+
 def starts_badly(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
     raise KeyError("no kernels here")
 

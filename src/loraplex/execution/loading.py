@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from loraplex.core.errors import ConfigError
 from loraplex.core.host_memory import host_memory
 from loraplex.core.plan import Capacity
 from loraplex.execution.adapters.host_adapters import HostAdapters
@@ -87,12 +86,6 @@ def load_parts(
     pipeline = ONLY_STAGE if links is None else links.stage
     spec = stage(shard(windowed(settings, read_model(folder)), place), pipeline)
     device = choose_device(settings) if accelerator is None else accelerator.device
-    if spec.encoder is not None and device.type != "cpu":
-        raise ConfigError(
-            f"{spec.architecture} has an encoder, which runs on a CPU only: set device to cpu, got "
-            f"{device}",
-            param="device",
-        )
     accelerator = accelerator or select_accelerator(device)
     if device.type == "cpu":
         settings = settings.share_of_host(place.size * pipeline.size, host_memory())

@@ -23,6 +23,7 @@ _NUM_BLOCKS = 64
 _WINDOW = AttentionRules(scale=0.1, window=512, num_sink_tokens=4)
 _BF16 = (torch.bfloat16, torch.bfloat16)
 _CAPPED = AttentionRules(scale=0.1, soft_cap=50.0)
+_FLAN_T5 = Llama(768, 2048, 12, 12, 32128, head_dim=64)
 _PLAIN_HEAD_DIMS = (64, 96)
 _HEAD_DIMS = (80, 256, 512)
 """Heads that need a mask, and heads that have tiles of their own."""
@@ -41,6 +42,11 @@ def cases() -> Cases:
         name = f"8b bf16 both directions, window {rules.window}"
         made |= _steps(name, LLAMA_3_1_8B, *_BF16, both)
     made |= _int8_steps("8b", LLAMA_3_1_8B)
+    grouped = dataclasses.replace(LLAMA_3_1_8B, head_dim=64)
+    for name, llama, is_causal in (("8b", grouped, True), ("t5", _FLAN_T5, False)):
+        rules = AttentionRules(scale=1.0, is_causal=is_causal)
+        name = f"{name} bf16 heads of 64, biases by distance"
+        made |= _steps(name, llama, *_BF16, rules, max_distance=128)
     for head_dim in _PLAIN_HEAD_DIMS:
         model = dataclasses.replace(LLAMA_3_1_8B, head_dim=head_dim)
         made |= _steps(f"8b bf16 heads of {head_dim}", model, *_BF16)
@@ -72,9 +78,12 @@ def _steps(
     dtype: torch.dtype,
     stored: torch.dtype,
     rules: AttentionRules | None = None,
+    *,
+    max_distance: int = 0,
 ) -> Cases:
+    """max_distance: with a bias of its own; 0: scores have none by distance."""
     rules = rules or AttentionRules(scale=llama.head_dim**-0.5)
-    step = functools.partial(_step, llama, dtype, stored, rules)
+    step = functools.partial(_step, llama, dtype, stored, rules, max_distance=max_distance)
     return {
         f"{name} decode 1": lambda: step(decode_rows(1)),
         f"{name} decode 64": lambda: step(decode_rows(64)),
@@ -90,6 +99,7 @@ def _step(
     rules: AttentionRules,
     rows: RowLayout,
     *,
+    max_distance: int,
     invariant: bool = False,
 ) -> None:
     kernel = CudaAttention(GPU, batch_invariant=invariant)
@@ -103,4 +113,8 @@ def _step(
     sink_logits = None
     if rules.window is not None:
         sink_logits = empty(llama.num_heads, dtype=torch.float32)
-    kernel.attend(query, storage, kernel.plan(rows, llama.attention, rules), sink_logits)
+    position_bias = None
+    if max_distance:
+        position_bias = empty(llama.num_heads, 2 * max_distance + 1, dtype=torch.float32)
+    plan = kernel.plan(rows, llama.attention, rules)
+    kernel.attend(query, storage, plan, sink_logits, position_bias)

@@ -12,6 +12,7 @@ from loraplex import LLM, SamplingParams
 from loraplex.app import rank
 from loraplex.execution.loading import load_parts
 from loraplex.kernels.accelerator import HostAccelerator
+from support.encoder_decoders import CASES, random_inputs, save_adapters, save_case
 from support.tiny_text_model import write_tiny_text_model
 
 pytestmark = [
@@ -61,6 +62,11 @@ def outputs(llm):
     return [output.token_ids for output in found]
 
 
+def run_on_an_accelerator(monkeypatch):
+    load = functools.partial(load_parts, accelerator=HostAccelerator())
+    monkeypatch.setattr(rank, "load_parts", load)
+
+
 def test_it_outputs_as_a_cpu_does(monkeypatch, tmp_path):
     (tmp_path / "model").mkdir()
     model = write_tiny_text_model(tmp_path / "model", max_model_len=64)
@@ -70,9 +76,31 @@ def test_it_outputs_as_a_cpu_does(monkeypatch, tmp_path):
     }
     with LLM(model, adapters, state_dir=tmp_path / "cpu", **SETTINGS) as llm:
         expected = outputs(llm)
-    load = functools.partial(load_parts, accelerator=HostAccelerator())
-    monkeypatch.setattr(rank, "load_parts", load)
+    run_on_an_accelerator(monkeypatch)
     settings = SETTINGS | {"overlap": True, "cuda_graph_batch_sizes": (3,)}
     with LLM(model, adapters, state_dir=tmp_path / "gpu", **settings) as llm:
         assert outputs(llm) == expected
     assert len(set(map(tuple, expected))) == len(ADAPTERS)
+
+
+@pytest.mark.parametrize("name", ["flan-t5", "bart"])
+def test_encoder_decoders(monkeypatch, tmp_path, name):
+    """Adapters of the encoder and of cross attention, and none; recorded steps, and chunks."""
+    save_case(tmp_path, CASES[name])
+    save_adapters(tmp_path, CASES[name])
+    chosen = ["encoder", None, "cross"]
+    adapters = {each: tmp_path / each for each in chosen if each is not None}
+    inputs = random_inputs((7, 3, 5))
+
+    def logits(llm):
+        sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, return_logits=True)
+        found = llm.generate(inputs, sampling, adapter=chosen)
+        return [torch.tensor(output.completions[0].logits) for output in found]
+
+    with LLM(tmp_path, adapters, state_dir=tmp_path / "cpu", **SETTINGS) as llm:
+        expected = logits(llm)
+    run_on_an_accelerator(monkeypatch)
+    settings = SETTINGS | {"cuda_graph_batch_sizes": (3,)}
+    with LLM(tmp_path, adapters, state_dir=tmp_path / "gpu", **settings) as llm:
+        for found, wanted in zip(logits(llm), expected, strict=True):
+            assert (found - wanted).abs().max() < 1e-4 * wanted.abs().max()

@@ -25,6 +25,7 @@ from loraplex.core.plan import (
     AdapterCopy,
     BlockId,
     Capacity,
+    EncodeText,
     RowAdded,
     RowStep,
     Slot,
@@ -87,10 +88,20 @@ def trial_settings(settings: RunnerSettings, spec: ModelSpec) -> RunnerSettings:
 
 
 def first_layers(spec: ModelSpec) -> ModelSpec:
-    """Return the model with as few of its first layers as have all kinds of layers."""
-    kinds = [_kind(layer, index) for index, layer in enumerate(spec.layers)]
-    last = max(kinds.index(kind) for kind in set(kinds))
-    return dataclasses.replace(spec, layers=spec.layers[: last + 1])
+    """Return the model with as few of its first layers as have all kinds of layers.
+
+    Those of an encoder likewise.
+    """
+    encoder = spec.encoder
+    if encoder is not None:
+        encoder = dataclasses.replace(encoder, layers=_first_layers(encoder.layers))
+    return dataclasses.replace(spec, layers=_first_layers(spec.layers), encoder=encoder)
+
+
+def _first_layers(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    kinds = [_kind(layer, index) for index, layer in enumerate(layers)]
+    last = max(map(kinds.index, set(kinds)), default=-1)
+    return layers[: last + 1]
 
 
 def _kind(layer: LayerSpec, index: int) -> str:
@@ -194,12 +205,12 @@ class Trial:
             rows.added(min(length, longest), adapters[index % len(adapters)])
             for index, length in enumerate(_PROMPTS)
         ]
-        self._launch(runner, added=tuple(added), rows=rows.steps(added))
+        self._launch(runner, added=tuple(added), rows=rows.steps(added), encodes=_encoded(added))
         if rows.generates:
             for _ in range(_NUM_DECODES):
                 self._launch(runner, rows=rows.steps(()))
             late = rows.added(_LATE_PROMPT, both)
-            self._launch(runner, added=(late,), rows=rows.steps((late,)))
+            self._launch(runner, added=(late,), rows=rows.steps((late,)), encodes=_encoded((late,)))
         self._launch(runner, removed=tuple(rows.lengths))
         runner.forget_steps()
 
@@ -277,14 +288,21 @@ class Trial:
         return result
 
 
+def _encoded(added: Sequence[RowAdded]) -> tuple[EncodeText, ...]:
+    """Return what a step encodes for its new rows."""
+    return tuple(EncodeText(row.slot) for row in added if row.encoder_token_ids)
+
+
 class _Rows:
-    """Rows that keep their blocks."""
+    """Rows that keep their blocks. With an encoder an input is as long as the row's prompt."""
 
     def __init__(self, capacity: Capacity) -> None:
         self.generates = capacity.generates
         self.lengths: dict[Slot, int] = {}
         """Computed tokens of each row."""
         self._vocab_size = capacity.vocab_size
+        self._longest_input = capacity.longest_encoder_input
+        self._input_lengths: dict[Slot, int] = {}
         self._policies = [
             cache_policy(group.spec, capacity.block_size) for group in capacity.cache_groups
         ]
@@ -295,15 +313,20 @@ class _Rows:
     def added(self, length: int, adapters: tuple[tuple[AdapterHandle, float], ...]) -> RowAdded:
         slot = len(self.lengths)
         self.lengths[slot] = 0
+        self._input_lengths[slot] = min(length, self._longest_input)
         return RowAdded(
             slot=slot,
             sequence_id=slot,
             task=_GREEDY if self.generates else Pool(),
             sequence_index=0,
-            token_ids=tuple(self._draws.choices(range(self._vocab_size), k=length)),
+            token_ids=self._tokens(length),
             num_prompt_tokens=length,
             adapters=adapters,
+            encoder_token_ids=self._tokens(self._input_lengths[slot]),
         )
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._draws.choices(range(self._vocab_size), k=count))
 
     def steps(self, added: Sequence[RowAdded]) -> tuple[RowStep, ...]:
         """Return a step of all rows: whole prompts of the new ones, one token of the others."""
@@ -319,15 +342,20 @@ class _Rows:
             num_tokens,
             prompt,
             new_block_ids=tuple(
-                self._blocks(group, start, start + num_tokens)
+                self._blocks(group, slot, start, start + num_tokens)
                 for group in range(len(self._policies))
             ),
             wanted=Wanted.LAST if self.generates else Wanted.POOL,
         )
 
-    def _blocks(self, group: int, start: int, end: int) -> tuple[BlockId, ...]:
-        """Take the blocks of positions that a row begins; of states the last one alone."""
+    def _blocks(self, group: int, slot: Slot, start: int, end: int) -> tuple[BlockId, ...]:
+        """Take the blocks of positions that a row begins; of states the last one alone.
+
+        Those of an encoder's positions are taken at once.
+        """
         policy = self._policies[group]
+        if policy.is_of_encoder:
+            end = 0 if start else self._input_lengths[slot]
         indices = sorted(set(policy.takes(0, end)) - set(policy.takes(0, start)))
         if not indices:
             return ()

@@ -115,10 +115,11 @@ class CudaAttention:
     ) -> torch.Tensor:
         """query [T, H, D], heads contiguous -> [T, H, D]; zeros for tokens that no row has.
 
-        sink_logits [H] float32, contiguous. (Of rows without tokens FlashInfer makes anything.)
+        sink_logits [H], position_bias [H, 2 C + 1] (see Kernels) float32, contiguous. (Of rows
+        without tokens FlashInfer makes anything.)
         """
         assert isinstance(plan, CudaAttentionPlan)
-        assert position_bias is None, "models with such a bias are not loaded on a GPU"
+        assert position_bias is None or not plan.rules.alibi_slopes, "no layer has both"
         assert query.stride()[1:] == (query.shape[2], 1), "heads lie side by side"
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.num_tokens is None:
@@ -129,11 +130,13 @@ class CudaAttention:
             plan.flashinfer is not None
             and plan.flashinfer.dtype == query.dtype
             and sink_logits is None
+            and position_bias is None
         ):
             plan.flashinfer.attend(query, storage, output)
             return output
         launch = AttentionLaunch(
-            query, attention_storage.stored_vectors(storage), plan, output, sink_logits
+            *(query, attention_storage.stored_vectors(storage), plan, output),
+            *(sink_logits, position_bias),
         )
         if self._batch_invariant:
             self._attend_invariant(launch)

@@ -59,6 +59,7 @@ class AttentionLaunch:
     plan: CudaAttentionPlan
     output: torch.Tensor  # [T, H, D]
     sink_logits: torch.Tensor | None = None  # [H] float32
+    position_bias: torch.Tensor | None = None  # [H, 2 C + 1] float32, contiguous
 
     @property
     def group(self) -> int:
@@ -83,7 +84,7 @@ class AttentionLaunch:
 
     @property
     def terms(self) -> HeadTerms:
-        return HeadTerms(self.plan.slopes, self.sink_logits)
+        return HeadTerms(self.plan.slopes, self.sink_logits, self.position_bias)
 
     @property
     def strides(self) -> tuple[int, int]:
@@ -104,6 +105,7 @@ class AttentionLaunch:
             rules.scale,
             0.0 if rules.soft_cap is None else rules.soft_cap,
             bool(rules.alibi_slopes),
+            0 if self.position_bias is None else self.position_bias.shape[1] // 2,
             rules.window if has_window else 0,
             rules.num_sink_tokens if has_window else 0,
             rules.is_causal,
@@ -167,6 +169,9 @@ def prefill_tile(launch: AttentionLaunch) -> AttentionTile:
     Two programs of heads of 256 would not fit a processor: one has as many rows as it can.
     """
     head_dim, keys = launch.plan.shape.head_dim, _num_keys(launch)
+    if launch.position_bias is not None:
+        # Each score has a load of its own, whose address and value take registers.
+        keys = min(keys, 32)
     if launch.compute_dtype == torch.float32:
         rows, num_warps = (32, 16) if head_dim <= 128 else (16, 8)
         return AttentionTile(_at_least_group(rows, launch), keys, num_warps)

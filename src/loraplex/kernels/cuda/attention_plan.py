@@ -42,7 +42,7 @@ class CudaAttentionPlan:
     slopes: torch.Tensor | None = None
     """[H] float32: the rules' ALiBi slopes, at an address that stays."""
     flashinfer: FlashInferPlan | None = None
-    """Instead of the programs, for queries of its dtype, and without sink logits."""
+    """Instead of the programs, for queries of its dtype, and without sink logits or biases."""
 
     @property
     def only_decodes(self) -> bool:

@@ -8,6 +8,7 @@ from loraplex.execution.checking.checker import CheckFailed, check_ops
 from loraplex.execution.checking.process import CheckRequest
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.shadow import Fault
+from support.encoder_decoders import CASES, save_case
 from support.planted_kernels import FAULTS
 from support.tiny_model import TinyCheckpoint
 
@@ -55,6 +56,20 @@ def test_a_sound_backend_has_no_fault(folder: Path) -> None:
     found = check_ops(request_of(folder, "sound"), patient)
     assert not [finding for finding in found if finding.fault]
     assert max(finding.difference for finding in found) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flan-t5", "bart"])
+def test_encoders_are_checked(folder: Path, tmp_path: Path, name: str) -> None:
+    """The encoder's attention sees later positions, and cross attention those of an input."""
+    save_case(tmp_path / name, CASES[name])
+    found = check_ops(request_of(tmp_path / name, "sound"), patient)
+    assert not [finding for finding in found if finding.fault]
+    if name == "bart":
+        return
+    found = check_ops(request_of(tmp_path / name, "without_biases"), patient)
+    (wrong,) = (finding for finding in found if finding.fault)
+    assert (wrong.op, wrong.fault) == ("paged_attention", Fault.WRONG)
 
 
 def test_a_check_that_cannot_start_says_why(folder: Path) -> None:

@@ -130,6 +130,35 @@ def test_terms_of_scores(kind, shape, step, invariant):
     assert relative_error(output, rows.expected(queries, AttentionRules(scale=0.3))) > 1e-3
 
 
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, SHAPES["no groups"], SHAPES["groups of seven, odd blocks"]]
+)
+@pytest.mark.parametrize("is_causal", [True, False], ids=["decoder", "encoder"])
+@ALL_STEPS
+def test_biases_by_distance(is_causal, shape, step, invariant):
+    """Distances beyond the table have its first or last number, on either side of a query."""
+    seq_lens, counts = step
+    rules = AttentionRules(scale=1.0, is_causal=is_causal)
+    position_bias = torch.randn(shape.num_heads, 2 * 50 + 1) * 2
+    rows = PagedRows(ManyShares(batch_invariant=invariant), shape, seq_lens)
+    queries = rows.queries(counts)
+    output = rows.attended(queries, rules, None, position_bias)
+    expected = rows.expected(queries, rules, None, position_bias)
+    assert relative_error(output, expected) < 2e-6
+    assert relative_error(output, rows.expected(queries, rules)) > 1e-2
+
+
+def test_biases_by_distance_of_queries_that_outnumber_the_keys():
+    rules = AttentionRules(scale=1.0, is_causal=False)
+    position_bias = torch.randn(SHAPE.num_heads, 2 * 9 + 1)
+    rows = PagedRows(ManyShares(), SHAPE, [7, 90])
+    queries = rows.queries([33, 1])
+    output = rows.attended(queries, rules, None, position_bias)
+    assert relative_error(output, rows.expected(queries, rules, None, position_bias)) < 2e-6
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [(torch.float16, torch.float16), (torch.float32, torch.int8), (torch.float32, torch.float16)],

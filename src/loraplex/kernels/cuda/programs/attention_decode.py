@@ -15,7 +15,7 @@ from loraplex.kernels.cuda.programs.attention_tile import (
     load_scales,
     load_vectors,
     scores_of,
-    slopes_of,
+    terms_by_distance,
     tile_at,
     tiles_to_read,
 )
@@ -106,13 +106,13 @@ def decode_grouped(
     ).to(COMPUTE)
     table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
     positions = tl.full([BLOCK_G], 0, tl.int32) + position
-    slopes = slopes_of(terms, heads, is_head, S)
+    by_distance = terms_by_distance(terms, heads, is_head, S)
     maxima, sums = first_sums(terms, heads, is_head & (share == 0))
     values = tl.zeros([BLOCK_G, S.BLOCK_D], tl.float32)
     for number in range(first_tile, end_tile):
         tile = tile_at(number, num_sink_tiles, first)
         maxima, sums, values = add_tile(
-            *(maxima, sums, values, queries, positions, slopes, tile, position, end),
+            *(maxima, sums, values, queries, positions, by_distance, tile, position, end),
             *(kv_head, table, stored, S, BLOCK_N, True),
         )
     _store_sums(
@@ -122,7 +122,9 @@ def decode_grouped(
 
 
 @triton.jit
-def _add_keys(maxima, sums, values, queries, slope, keys, position, read, head, table, stored, S):
+def _add_keys(
+    maxima, sums, values, queries, by_distance, keys, position, read, head, table, stored, S
+):
     """Add key n of a tile to sum n: maxima, sums [N], values [N, BLOCK_D], queries [BLOCK_D]."""
     blocks = tl.load(table + keys // S.BLOCK_SIZE, mask=read, other=0).to(tl.int64)
     at = keys % S.BLOCK_SIZE
@@ -131,7 +133,7 @@ def _add_keys(maxima, sums, values, queries, slope, keys, position, read, head, 
     products = tl.sum(key.to(tl.float32) * queries[None, :], 1)
     if stored.key_scales is not None:
         products = products * load_scales(stored.key_scales, blocks, at, read, head, S)
-    scores = scores_of(products, slope, keys, position, S)
+    scores = scores_of(products, by_distance, keys, position, S)
     scores = tl.where(read, scores, float("-inf"))
     joint = tl.maximum(maxima, scores)
     base = finite_or_zero(joint)
@@ -183,7 +185,7 @@ def decode_single(
     queries = queries.to(tl.float32)
     table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
     in_tile = tl.arange(0, BLOCK_N)
-    slope = slopes_of(terms, head, True, S)
+    by_distance = terms_by_distance(terms, head, True, S)
     maxima, sums = first_sums(terms, head + 0 * in_tile, (in_tile == 0) & (share == 0))
     values = tl.zeros([BLOCK_N, S.BLOCK_D], tl.float32)
     for number in tl.range(first_tile, end_tile, num_stages=NUM_STAGES):
@@ -191,7 +193,7 @@ def decode_single(
         keys = tile * BLOCK_N + in_tile
         read = is_read(keys, position, end, S)
         maxima, sums, values = _add_keys(
-            *(maxima, sums, values, queries, slope, keys, position, read),
+            *(maxima, sums, values, queries, by_distance, keys, position, read),
             *(head, table, stored, S),
         )
     largest = tl.max(maxima, 0)

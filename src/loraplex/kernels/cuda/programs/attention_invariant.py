@@ -16,7 +16,7 @@ from loraplex.kernels.cuda.programs.attention_tile import (
     end_of_keys,
     first_sums,
     fold,
-    slopes_of,
+    terms_by_distance,
     tile_at,
     tiles_to_read,
 )
@@ -29,7 +29,7 @@ def _chunk_sums(
     first,
     queries,
     positions,
-    slopes,
+    by_distance,
     first_position,
     end,
     kv_head,
@@ -47,7 +47,7 @@ def _chunk_sums(
     values = tl.zeros(queries.shape, tl.float32)
     for tile in range(first_tile, end_tile):
         maxima, sums, values = add_tile(
-            *(maxima, sums, values, queries, positions, slopes, tile),
+            *(maxima, sums, values, queries, positions, by_distance, tile),
             *(first_position, end, kv_head, table, stored, S, BLOCK_N, True),
         )
     return maxima, sums, values
@@ -96,12 +96,12 @@ def attend_chunks(
     ).to(COMPUTE)
     table = rows.block_tables + tl.load(rows.table_rows + row).to(tl.int64) * table_stride
     positions = first_position + tl.minimum(in_tile, num_queries - 1)
-    slopes = slopes_of(terms, heads, is_row, S)
+    by_distance = terms_by_distance(terms, heads, is_row, S)
     maxima, sums = first_sums(terms, heads, is_row & (num_shares == 1))
     values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
     for number in range(first_chunk, end_chunk):
         chunk_maxima, chunk_sums, chunk_values = _chunk_sums(
-            *(number, num_sink_chunks, first, queries, positions, slopes, first_position, end),
+            *(number, num_sink_chunks, first, queries, positions, by_distance, first_position, end),
             *(kv_head, table, stored, S, CHUNK, BLOCK_N),
         )
         maxima, sums, values = fold(maxima, sums, values, chunk_maxima, chunk_sums, chunk_values)

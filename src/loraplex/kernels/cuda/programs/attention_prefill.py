@@ -12,7 +12,7 @@ from loraplex.kernels.cuda.programs.attention_tile import (
     add_tile,
     end_of_keys,
     first_sums,
-    slopes_of,
+    terms_by_distance,
     tile_at,
     tiles_to_read,
 )
@@ -78,19 +78,19 @@ def prefill(
     num_whole = num_tiles * 0
     if S.WINDOW == 0:
         num_whole = (first_position + 1) // BLOCK_N if S.IS_CAUSAL else end // BLOCK_N
-    slopes = slopes_of(terms, heads, is_row, S)
+    by_distance = terms_by_distance(terms, heads, is_row, S)
     maxima, sums = first_sums(terms, heads, is_row)
     values = tl.zeros([BLOCK_M, S.BLOCK_D], tl.float32)
     if S.WINDOW == 0:
         for number in range(num_whole):
             maxima, sums, values = add_tile(
-                *(maxima, sums, values, queries, positions, slopes, number, first_position),
+                *(maxima, sums, values, queries, positions, by_distance, number, first_position),
                 *(end, kv_head, table, stored, S, BLOCK_N, False),
             )
     for number in range(num_whole, num_tiles):
         tile = tile_at(number, num_sink_tiles, first)
         maxima, sums, values = add_tile(
-            *(maxima, sums, values, queries, positions, slopes, tile, first_position),
+            *(maxima, sums, values, queries, positions, by_distance, tile, first_position),
             *(end, kv_head, table, stored, S, BLOCK_N, True),
         )
     pointers = output + ((tokens * (S.K * S.G) + heads) * S.D)[:, None] + dims[None, :]

@@ -35,7 +35,9 @@ class AttentionConstants(NamedTuple):
     SOFT_CAP: Any
     """The bound to which tanh bends scores; 0: none."""
     HAS_SLOPES: Any
-    """Whether scores depend on distances."""
+    """Whether scores have a term in proportion to distances."""
+    MAX_DISTANCE: Any
+    """Largest distance with a bias of its own; 0: scores have none by distance."""
     WINDOW: Any
     """Tokens that a query sees; 0: all."""
     NUM_SINKS: Any
@@ -63,12 +65,14 @@ class Rows(NamedTuple):
 
 
 class HeadTerms(NamedTuple):
-    """What query heads add to scores, [H] float32 each, or None."""
+    """What query heads add to scores, [H] float32 each, or None. No layer has slopes and biases."""
 
     slopes: Any
     """Times the distance from a query to an earlier key, negative: added to the score."""
     sink_logits: Any
     """One more score, of no key and no value."""
+    position_bias: Any
+    """[H, 2 * MAX_DISTANCE + 1]: added by key position - query position, from the least on."""
 
 
 class Partials(NamedTuple):
@@ -166,27 +170,35 @@ def load_scales(scales, blocks, offsets, read, kv_head, S):
 
 
 @triton.jit
-def scores_of(products, slopes, keys, positions, S):
+def scores_of(products, by_distance, keys, positions, S):
     """Scores, as exponents of 2, from products of queries and keys.
 
-    slopes: as exponents of 2. All have one shape, or shapes that broadcast.
+    by_distance: from terms_by_distance. All have one shape, or shapes that broadcast.
     """
     if S.SOFT_CAP > 0:
         scores = tanh(products * (S.SCALE / S.SOFT_CAP)) * (S.SOFT_CAP * LOG2_E)
     else:
         scores = products * (S.SCALE * LOG2_E)
     if S.HAS_SLOPES:
-        scores += slopes * (keys - positions).to(tl.float32)
+        scores += by_distance * (keys - positions).to(tl.float32)
+    elif S.MAX_DISTANCE > 0:
+        distances = tl.minimum(tl.maximum(keys - positions, -S.MAX_DISTANCE), S.MAX_DISTANCE)
+        scores += tl.load(by_distance + distances) * LOG2_E
     return scores
 
 
 @triton.jit
-def slopes_of(terms, heads, is_head, S):
-    """Slopes of heads as exponents of 2."""
-    slopes = 0.0 * heads
+def terms_by_distance(terms, heads, is_head, S):
+    """Slopes of heads as exponents of 2, or where the biases of distance 0 lie; zeros without."""
     if S.HAS_SLOPES:
-        slopes = tl.load(terms.slopes + heads, mask=is_head, other=0.0) * LOG2_E
-    return slopes
+        by_distance = tl.load(terms.slopes + heads, mask=is_head, other=0.0) * LOG2_E
+    elif S.MAX_DISTANCE > 0:
+        # A head that is none reads the first one's: its scores are used nowhere.
+        first = tl.where(is_head, heads, 0) * (2 * S.MAX_DISTANCE + 1)
+        by_distance = terms.position_bias + first + S.MAX_DISTANCE
+    else:
+        by_distance = 0.0 * heads
+    return by_distance
 
 
 @triton.jit
@@ -229,7 +241,7 @@ def add_tile(
     values,
     query,
     positions,
-    slopes,
+    by_distance,
     tile,
     first_position,
     end,
@@ -240,7 +252,7 @@ def add_tile(
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add the keys of one tile to the sums of query [M, BLOCK_D] at positions [M]; slopes [M].
+    """Add the keys of one tile to the sums of query [M, BLOCK_D]; positions, by_distance [M].
     The queries' positions begin at first_position, their keys end at `end`. IS_MASKED: some key may
     be hidden from some query. Products are of the query's type, values are rounded to it.
     """
@@ -256,7 +268,7 @@ def add_tile(
     if stored.key_scales is not None:
         scales = load_scales(stored.key_scales, blocks, at, read, kv_head, S)
         products = products * scales[None, :]
-    scores = scores_of(products, slopes[:, None], keys[None, :], positions[:, None], S)
+    scores = scores_of(products, by_distance[:, None], keys[None, :], positions[:, None], S)
     if IS_MASKED:
         seen = sees(positions[:, None], keys[None, :], end, S)
         scores = tl.where(seen, scores, float("-inf"))
