@@ -7,7 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from loraplex.core.errors import InvalidTensorError, TokenOutOfVocabularyError
+from loraplex.core.errors import (
+    InvalidTensorError,
+    TokenOutOfVocabularyError,
+    UnsupportedFeatureError,
+)
 from loraplex.frontends.kserve.models.convert import word_biases
 from loraplex.frontends.kserve.models.inputs import Inputs
 from loraplex.frontends.kserve.models.kinds import (
@@ -46,7 +50,8 @@ async def compute(model: TritonModel, elements: Sequence[Inputs], num_bytes: int
 def preprocess(model: TritonModel, elements: Sequence[Inputs]) -> list[Tensor]:
     """The outputs of a batch. Raises InvalidTensorError, and as the tokenizer does.
 
-    INPUT_ID is padded on the right, with the pad id, to the longest of the batch.
+    INPUT_ID and DECODER_INPUT_ID are padded on the right, with the pad id, to the longest of the
+    batch. Where the client sent no DECODER_QUERY, one pad id stands for the model's own beginning.
     """
     adds = model.options.adds_special_tokens
     prompts = [
@@ -60,16 +65,15 @@ def preprocess(model: TritonModel, elements: Sequence[Inputs]) -> list[Tensor]:
     end_ids = [inputs.first("END_ID", end_id) for inputs in elements]
     pad_ids = [inputs.first("PAD_ID", pad_id) for inputs in elements]
     limits = [inputs.first("REQUEST_OUTPUT_LEN", 0) for inputs in elements]
-    longest = max(map(len, prompts))
-    padded = [
-        prompt + [max(own, 0)] * (longest - len(prompt))
-        for prompt, own in zip(prompts, pad_ids, strict=True)
+    begun = [
+        _decoder_prompt(model, inputs) or [pad]
+        for inputs, pad in zip(elements, pad_ids, strict=True)
     ]
     return [
-        numbers("INPUT_ID", "INT32", padded),
+        numbers("INPUT_ID", "INT32", _padded(prompts, pad_ids)),
         _column("REQUEST_INPUT_LEN", [len(prompt) for prompt in prompts]),
-        _column("DECODER_INPUT_ID", pad_ids),
-        _column("REQUEST_DECODER_INPUT_LEN", [1] * len(elements)),
+        numbers("DECODER_INPUT_ID", "INT32", _padded(begun, pad_ids)),
+        _column("REQUEST_DECODER_INPUT_LEN", [len(prompt) for prompt in begun]),
         _word_list("BAD_WORDS_DICT", "BAD_WORDS_IDS", elements, model.texts),
         _word_list("STOP_WORDS_DICT", "STOP_WORDS_IDS", elements, model.texts),
         _embedding_bias(model, elements),
@@ -77,6 +81,28 @@ def preprocess(model: TritonModel, elements: Sequence[Inputs]) -> list[Tensor]:
         _column("OUT_END_ID", end_ids),
         _column("OUT_PAD_ID", pad_ids),
         *_extra_ids(elements),
+    ]
+
+
+def _decoder_prompt(model: TritonModel, inputs: Inputs) -> list[int]:
+    """Return the tokens of DECODER_QUERY; none if it was not sent.
+
+    Raises UnsupportedFeatureError for a model whose outputs continue the prompt.
+    """
+    text = "".join(inputs.texts("DECODER_QUERY"))
+    if text and model.card.encoder is None:
+        raise UnsupportedFeatureError(
+            "DECODER_QUERY is what the output of an encoder-decoder model begins with; "
+            f"{model.base_model} has no encoder: write it at the end of QUERY",
+            param="DECODER_QUERY",
+        )
+    return model.texts.encode(text, add_special_tokens=False) if text else []
+
+
+def _padded(rows: Sequence[list[int]], pad_ids: Sequence[int]) -> list[list[int]]:
+    longest = max(map(len, rows))
+    return [
+        row + [max(pad, 0)] * (longest - len(row)) for row, pad in zip(rows, pad_ids, strict=True)
     ]
 
 

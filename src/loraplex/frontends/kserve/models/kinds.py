@@ -425,7 +425,7 @@ PREPROCESSING: Final = ModelKind(
     backend="python",
     inputs=(
         used("QUERY", "BYTES", required=True),
-        refused("DECODER_QUERY", "BYTES", reason=ENCODER_DECODER, neutral=(b"",)),
+        used("DECODER_QUERY", "BYTES"),
         refused("IMAGE_BYTES", "UINT8", _IMAGE_DIMS, reason=MULTIMODAL),
         refused("IMAGE_URL", "BYTES", reason=MULTIMODAL, neutral=(b"",)),
         refused("VIDEO_BYTES", "UINT8", _IMAGE_DIMS, reason=MULTIMODAL),
