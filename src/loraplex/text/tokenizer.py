@@ -4,6 +4,7 @@ Encoding is done by the `tokenizers` library; what it gives is equal to what tra
 the same folder. Decoding is `token_decoding`.
 """
 
+import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ import tokenizers
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
 from loraplex.text.sentencepiece_model import (
+    Piece,
+    PieceType,
     SentencePieceModel,
     build_tokenizer,
     read_sentencepiece_model,
@@ -96,7 +99,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(
     path: Path | str, overrides: Mapping[str, Any] = MappingProxyType({})
 ) -> Tokenizer:
-    """Read a model folder: its tokenizer.json, else its sentencepiece tokenizer.model.
+    """Read a model folder: its tokenizer.json, else its sentencepiece tokenizer.model, else
+    Marian's source.spm with vocab.json.
 
     overrides: entries instead of those of its tokenizer_config.json; None takes one away. What is
     put around a text is what a tokenizer.json has (add_bos_token and add_eos_token next to one do
@@ -113,8 +117,11 @@ def load_tokenizer(
     if (folder / "tokenizer.model").is_file():
         absent = {name for name, value in overrides.items() if value is None}
         return _load_sentencepiece(folder / "tokenizer.model", config, special_tokens, absent)
+    if (folder / "source.spm").is_file():
+        return _load_marian(folder, config, special_tokens)
     raise ConfigError(
-        f"{folder} has no tokenizer: a tokenizer.json or a sentencepiece tokenizer.model is needed"
+        f"{folder} has no tokenizer: a tokenizer.json, a sentencepiece tokenizer.model, or a "
+        "source.spm with vocab.json (Marian) is needed"
     )
 
 
@@ -162,6 +169,48 @@ def _with_model_names(
     }
     return msgspec.structs.replace(special_tokens, named=own | special_tokens.named)
 
+
+def _load_marian(
+    folder: Path, config: Mapping[str, Any], special_tokens: FolderTokens
+) -> "MarianTokenizer":
+    """Read the files of a MarianMT checkpoint, as transformers' MarianTokenizer does.
+
+    source.spm cuts texts into pieces, whose ids are those of vocab.json; it has the other
+    language's pieces, too, which no text is cut into.
+    """
+    path = folder / "vocab.json"
+    ids = read_json_object(path)
+    named = {**_MARIAN_TOKENS, **special_tokens.named}
+    unknown, eos = named["unk_token"], named["eos_token"]
+    if set(map(repr, ids.values())) != set(map(repr, range(len(ids)))):
+        raise ConfigError(f"{path} must number its {len(ids)} tokens from 0 on, each once")
+    if missing := {unknown, eos} - set(ids):
+        raise ConfigError(f"{path} lacks {', '.join(sorted(missing))}")
+    model = read_sentencepiece_model(folder / "source.spm")
+    own = {
+        piece.text: piece
+        for piece in model.pieces
+        if piece.type not in (PieceType.UNKNOWN, PieceType.CONTROL)
+    }
+    special = dict.fromkeys(named.values(), PieceType.CONTROL) | {unknown: PieceType.UNKNOWN}
+    pieces = [
+        Piece(token, type=special[token])
+        if token in special
+        else own.pop(token, Piece(f"\0{token}"))  # a text that no text has
+        for token in sorted(ids, key=ids.__getitem__)
+    ]
+    # The model's pieces that vocab.json lacks follow: a text may be cut into them.
+    model = dataclasses.replace(model, pieces=(*pieces, *own.values()), unk_id=ids[unknown])
+    backend = build_tokenizer(model, config)
+    decoder = json.loads(backend.to_str())["decoder"]
+    special_tokens = msgspec.structs.replace(special_tokens, named=named)
+    tokenizer = MarianTokenizer(backend, decoder, config, special_tokens, ids)
+    set_frame(backend, [], [eos])
+    return tokenizer
+
+
+_MARIAN_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+"""Roles in folders that do not name them."""
 
 _SHORT_CHARACTERS = 1024
 """A longer text is encoded as a batch of one: `tokenizers` releases the interpreter's lock in this
@@ -250,6 +299,39 @@ class LibraryTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._vocabulary.special_ids
+
+
+class MarianTokenizer(LibraryTokenizer):
+    """A Tokenizer whose backend has tokens beyond the vocabulary, which are unknown ones."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        decoder: Mapping[str, Any] | None,
+        config: Mapping[str, Any],
+        special_tokens: FolderTokens,
+        ids: Mapping[str, int],
+    ) -> None:
+        """ids: by token; the backend has them, and may have other texts for them."""
+        super().__init__(backend, decoder, config, special_tokens)
+        self._ids = ids
+        self._unknown = ids[special_tokens.named["unk_token"]]
+        self._vocabulary = Vocabulary(
+            {token_id: token for token, token_id in ids.items()},
+            self._vocabulary.special_ids,
+            parse_decoder(decoder),
+            cleans_up_spaces=self._vocabulary.cleans_up_spaces,
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Encode a text, which may begin with the code of a language: >>deu<<."""
+        code, end, rest = text.partition("<<")
+        before: list[int] = []
+        if end and code.startswith(">>"):
+            before, text = [self._ids.get(code + end, self._unknown)], rest
+        encoded = super().encode(text, add_special_tokens)
+        size = len(self._vocabulary)
+        return before + [each if each < size else self._unknown for each in encoded]
 
 
 def _check_unicode(text: str) -> None:
