@@ -141,15 +141,16 @@ class TestTheRealWorker:
     ):
         """The next load replaces all of them, without a look at a worker that has it."""
         monkeypatch.setattr(stopped_process, "LOOK_SECONDS", 600.0)
-        folder = str(peft_folder().write())
-        stage = functools.partial(worker.stage, folder, shapes=shapes, max_ranks=RankLimits(8))
-        await asyncio.gather(stage(), stage())
+        # Not one adapter twice: the later one to store it may make the note of the other untrue.
+        first, other = (str(peft_folder(rank=rank).write()) for rank in (2, 4))
+        stage = functools.partial(worker.stage, shapes=shapes, max_ranks=RankLimits(8))
+        await asyncio.gather(stage(first), stage(other))
         stopped = [each.process for each in worker._local.processes]
         assert len(stopped) == 2
         for process in stopped:
             os.kill(process.pid, signal.SIGSTOP)
             assert eventually(lambda pid=process.pid: is_stopped(pid))
-        assert (await stage()).was_known
+        assert (await stage(first)).was_known
         assert [await process.wait() for process in stopped] == [-signal.SIGKILL] * 2
         assert caplog.text.count("an idle staging worker was stopped by a signal") == 2
 

@@ -64,12 +64,20 @@ def process():
 
 
 def message(reply: Reply) -> bytes:
-    body = msgspec.msgpack.encode(reply)
+    return framed(msgspec.msgpack.encode(reply))
+
+
+def framed(body: bytes) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
 READY = message(Reply())
 """Reply to the setup."""
+DONE = message(Reply(b"{}", is_last=True))
+TASK = framed(msgspec.msgpack.encode(GOOD))
+IS_READY = f"import os, sys; sys.stdin.buffer.read({len(framed(SETUP))}); os.write(1, {READY!r});"
+"""First statements of a process that reads what it is sent: one that ended before could not be
+written to."""
 
 
 def resident_mib(pid: int) -> float:
@@ -113,9 +121,8 @@ def test_others_go_on_meanwhile(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     program = (
-        "import os, sys; sys.stdin.buffer.read(50);"
-        f"os.write(1, {READY!r}); open({str(fifo)!r}).read();"
-        f"os.write(1, {message(Reply(b'{}', is_last=True))!r})"
+        f"{IS_READY} open({str(fifo)!r}).read();"
+        f"os.write(1, {DONE!r}); sys.stdin.buffer.read({len(TASK)})"
     )
     waiting = Grammars(sys.executable, "-c", program)
     # Opening a pipe for writing waits for its reader, which comes when the task is being awaited.
@@ -135,13 +142,11 @@ def test_memory_that_is_refused_ends_the_process_and_is_said():
 
 
 def test_a_killed_process_is_replaced_and_the_task_repeated(tmp_path, caplog):
-    replies = READY + message(Reply(b"{}", is_last=True))
     marker = tmp_path / "killed"
     program = (
-        "import os, pathlib, signal, sys; sys.stdin.buffer.read(50);"
-        f"marker = pathlib.Path({str(marker)!r});"
+        f"{IS_READY} import pathlib, signal; marker = pathlib.Path({str(marker)!r});"
         "marker.exists() or (marker.touch(), os.kill(os.getpid(), signal.SIGKILL));"
-        f"os.write(1, {replies!r})"
+        f"sys.stdin.buffer.read({len(TASK)}); os.write(1, {DONE!r})"
     )
     killed_once = Grammars(sys.executable, "-c", program)
     assert killed_once.compiled(GOOD) == "{}"
@@ -177,7 +182,7 @@ def test_the_last_reply_of_a_process_is_waited_out(monkeypatch):
     monkeypatch.setattr(sandbox_process, "_EXIT_SECONDS", 0.1)
     program = (
         "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
-        f"os.write(1, {READY + message(Reply(b'{}', is_last=True))!r}); time.sleep(60)"
+        f"os.write(1, {READY + DONE!r}); time.sleep(60)"
     )
     ending = Grammars(sys.executable, "-c", program)
     assert ending.compiled(GOOD) == "{}"
