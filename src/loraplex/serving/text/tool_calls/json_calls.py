@@ -4,7 +4,7 @@ import json
 from typing import Any, Final
 
 from loraplex.serving.text.text_source import Steps
-from loraplex.serving.text.tool_calls.json_text import MalformedError, repaired_json
+from loraplex.serving.text.tool_calls.json_text import CutError, MalformedError, repaired_json
 from loraplex.serving.text.tool_calls.parameters import json_text
 from loraplex.serving.text.tool_calls.reader import CallReader
 
@@ -29,8 +29,8 @@ def read_call(
     yield from reader.expect("{")
     try:
         yield from _read_members(reader, call)
-    except MalformedError:
-        if not reader.is_cut:
+    except MalformedError as error:
+        if not (reader.is_cut and isinstance(error, CutError)):
             call.finish_broken()
         raise
     call.finish()

@@ -161,14 +161,15 @@ class CallReader(TextSource):
             self.take(len(self.unread))
             raise CutError
 
-    def optional(self, *choices: str) -> Steps[str | None]:
-        """Take one of the texts if it is there, and white space before it."""
+    def optional(self, *choices: str, may_end: bool = False) -> Steps[str | None]:
+        """Take one of the texts if it is there, and white space before it. may_end: its beginning
+        at the end of the text is text, unless the output was cut."""
         _, ahead = yield from self.visible(0)
         text = yield from self.starts_with(choices, ahead)
         if text is not None:
             self.take(ahead + len(text))
-        elif rest := self.unread[ahead:] if self._is_final else "":
-            self._check_cut(rest, choices)
+        elif self._is_final and self.unread[ahead:] and (self.is_cut or not may_end):
+            self._check_cut(self.unread[ahead:], choices)
         return text
 
     def until(

@@ -364,6 +364,13 @@ def test_every_cut_of_a_call_with_more_keys() -> None:
 CLOCK_CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 
 
+def test_a_cut_after_a_broken_call_does_not_depend_on_how_the_text_came() -> None:
+    broken = '[{"arguments": {}, "name": "clock"[1'
+    at_once, in_pieces = (Parsed("generic", texts, is_cut=True) for texts in ([broken], [*broken]))
+    assert at_once.calls == in_pieces.calls == [("clock", {})]
+    assert at_once.content == in_pieces.content == "[1"
+
+
 @pytest.mark.parametrize("cut", ["<tool_", "<tool_call>", '<tool_call>{"name": "cl'])
 def test_a_cut_is_dropped_behind_a_call_and_content_behind_content(cut: str) -> None:
     assert Parsed("hermes", [CLOCK_CALL, "\n" + cut]).content == ""
@@ -454,6 +461,7 @@ BROKEN: list[tuple[str, str, Any]] = [
     ("glm45", GLM % f"<arg_key></arg_key><arg_value>y</arg_value>{PAIR}", {"a": "x"}),
     ("glm45", (GLM % PAIR).replace("</tool_call>", ""), {"a": "x"}),
     ("glm45", f"{GLM % PAIR}</tool_call>", {"a": "x"}),
+    ("glm45", GLM.partition("%s")[0] + f"{PAIR}<arg_key>b</arg_key>\n<a", {"a": "x", "b": "<a"}),
     ("kimi_k2", "<|tool_calls_section_begin|>clock:0<|tool_call_argument_begin|>{}", {}),
 ]
 

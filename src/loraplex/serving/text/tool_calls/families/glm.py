@@ -71,7 +71,7 @@ def _argument(reader: CallReader) -> Steps[tuple[str, str | None, str]]:
     key = text.strip()
     if marker not in (_KEY_END, _VALUE):
         return key, None, marker
-    has_tag = marker == _VALUE or (yield from reader.optional(_VALUE)) is not None
+    has_tag = marker == _VALUE or (yield from reader.optional(_VALUE, may_end=True)) is not None
     value, marker = yield from reader.until(_VALUE_END, *_AFTER, may_end=True)
     if marker == _VALUE_END:
         _, marker = yield from reader.until(*_AFTER, before=(_START,), may_end=True)
