@@ -27,7 +27,7 @@ from loraplex.models.rope import rotary_tables
 from loraplex.models.spec import ModelSpec
 from loraplex.models.stages import layer_alone
 
-_BLOCK_SIZE = 32
+_BLOCK_SIZE = 16
 _FORM = WeightFormat(dtype=torch.float32)
 
 

@@ -140,8 +140,7 @@ class Latent:
         angles = inputs.angles[spec.rope]
         kernels.rotary(turned, key.unsqueeze(1), *angles, is_interleaved=is_interleaved)
         if spec.query_growth is not None:
-            no_key = key[:, :0].unsqueeze(2)
-            kernels.rotary(query, no_key, *inputs.angles[spec.query_growth])
+            kernels.rotary(query, query[:, :0], *inputs.angles[spec.query_growth])
         slots = inputs.batch.slot_mappings[self._kind.cache_group]
         kernels.write_latent(storage, self._latent_norm.apply(latent), key, slots)
         absorbed = self._absorbed(query[..., : spec.key_size], lora, routes)
