@@ -173,6 +173,7 @@ def test_roots_and_parents(prefix: str, path: str, module: str) -> None:
         ("embed_out", LM_HEAD),
         ("output", LM_HEAD),
         ("language_model.lm_head", LM_HEAD),
+        ("model.lm_head", LM_HEAD),
     ],
 )
 def test_ends_by_other_names(name: str, module: str) -> None:

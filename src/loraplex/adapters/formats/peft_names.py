@@ -167,7 +167,7 @@ _PATH = (
     rf"(?:{_OF_EXPERTS}|(?:(?:{'|'.join(_PARENTS)})\.)?"
     rf"(?P<inner>(?!lora_|(?:{'|'.join(_CONVOLUTIONS)})\.)\w+))"
     rf"|{_ROOT}(?:(?P<embedding>{'|'.join(_EMBEDDINGS)})|(?P<top>{FINAL_NORM}))"
-    rf"|(?:language_model\.)?(?P<head>{'|'.join(_HEADS)})"
+    rf"|(?:(?:language_)?model\.)?(?P<head>{'|'.join(_HEADS)})"
     rf"|(?P<classifier>{'|'.join(CLASSIFIERS)}))"
 )
 _MODULES = ("inner", "whole", "top")
