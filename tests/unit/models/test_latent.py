@@ -163,7 +163,8 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
         },
         744e9,
     ),
-    # The defaults of the class are those of Mistral Small 4.
+    # The defaults of the classes are those of GLM 4.7 Flash and Mistral Small 4.
+    "glm-4.7-flash": ({"architectures": ["Glm4MoeLiteForCausalLM"]}, 29.94e9),
     "mistral-small-4": ({"architectures": ["Mistral4ForCausalLM"]}, 119e9),
 }
 """config.json, and the number of parameters without layers that draft tokens."""
@@ -261,6 +262,17 @@ def test_a_whole_query_grows_where_a_file_says_so() -> None:
     for position, factor in zip((0, 8191, 8192, 24_576), factors, strict=True):
         assert table.cos[position] == pytest.approx(torch.full((64,), factor))
     assert not table.sin.any()
+
+
+def test_the_wrapper_of_mistral_3_may_have_mistral_4() -> None:
+    fields = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {"model_type": "mistral4", "num_hidden_layers": 2},
+    }
+    spec = ARCHITECTURES[fields["architectures"][0]](ConfigFields(fields, "config.json"))
+    assert len(list(spec.mixers_of(LatentSpec))) == 2
+    own = "model.layers.0.self_attn.kv_b_proj.weight"
+    assert spec.names.canonical(f"language_model.{own}") == own
 
 
 def test_int8_caches_are_refused() -> None:
