@@ -131,6 +131,12 @@ def write_unigram_sentencepiece(folder: Path) -> Path:
     return _write_config(folder, {"bos_token": BOS, "eos_token": EOS, "add_bos_token": True})
 
 
+def train_t5_pieces(folder: Path) -> None:
+    """Write a tokenizer.model with T5's special tokens: <pad>, </s>, <unk>, and no BOS."""
+    ids = {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1}
+    _train_sentencepiece(folder, {"model_type": "unigram", "vocab_size": 300, **ids})
+
+
 FAMILIES: Mapping[str, Callable[[Path], Path]] = {
     "byte-level": write_byte_level,
     "byte-level-prefix-space": lambda folder: write_byte_level(folder, add_prefix_space=True),

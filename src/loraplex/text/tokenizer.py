@@ -6,13 +6,14 @@ the same folder. Decoding is `token_decoding`.
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from loraplex.core.errors import ConfigError, InvalidRequestError
 from loraplex.text.sentencepiece_model import (
@@ -29,7 +30,7 @@ from loraplex.text.special_tokens import (
     read_special_tokens,
     set_frame,
 )
-from loraplex.text.token_decoding import TextStream, Vocabulary, parse_decoder
+from loraplex.text.token_decoding import BYTE_OF_CHAR, TextStream, Vocabulary, parse_decoder
 
 
 class PairTokens(NamedTuple):
@@ -99,8 +100,8 @@ class Tokenizer(Protocol):
 def load_tokenizer(
     path: Path | str, overrides: Mapping[str, Any] = MappingProxyType({})
 ) -> Tokenizer:
-    """Read a model folder: its tokenizer.json, else its sentencepiece tokenizer.model, else
-    Marian's source.spm with vocab.json.
+    """Read a model folder: its tokenizer.json, else its sentencepiece tokenizer.model, else what
+    encoder-decoder models have: T5's spiece.model, nothing (ByT5), Marian's source.spm.
 
     overrides: entries instead of those of its tokenizer_config.json; None takes one away. What is
     put around a text is what a tokenizer.json has (add_bos_token and add_eos_token next to one do
@@ -117,11 +118,16 @@ def load_tokenizer(
     if (folder / "tokenizer.model").is_file():
         absent = {name for name, value in overrides.items() if value is None}
         return _load_sentencepiece(folder / "tokenizer.model", config, special_tokens, absent)
+    if (folder / "spiece.model").is_file():
+        return _load_t5(folder / "spiece.model", config, special_tokens)
+    if config.get("tokenizer_class") == "ByT5Tokenizer":
+        return _load_bytes(config, special_tokens)
     if (folder / "source.spm").is_file():
         return _load_marian(folder, config, special_tokens)
     raise ConfigError(
-        f"{folder} has no tokenizer: a tokenizer.json, a sentencepiece tokenizer.model, or a "
-        "source.spm with vocab.json (Marian) is needed"
+        f"{folder} has no tokenizer: a tokenizer.json, a sentencepiece tokenizer.model or "
+        "spiece.model, or a source.spm with vocab.json is needed; to write a tokenizer.json, load "
+        "the tokenizer with transformers' AutoTokenizer and save it"
     )
 
 
@@ -170,6 +176,57 @@ def _with_model_names(
     return msgspec.structs.replace(special_tokens, named=own | special_tokens.named)
 
 
+_T5_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+"""Roles in folders of T5, ByT5 and Marian that do not name them."""
+_MAX_GAPS = 1000
+
+
+def _load_t5(
+    path: Path, config: Mapping[str, Any], special_tokens: FolderTokens
+) -> "LibraryTokenizer":
+    """Read a spiece.model. The tokens of T5's gaps follow its pieces, the last one first."""
+    special_tokens = _with_gaps(special_tokens, _gaps(config, 100)[::-1])
+    frame = {"add_bos_token": False, "add_eos_token": True}
+    return _load_sentencepiece(path, {**config, **frame}, special_tokens, {"bos_token"})
+
+
+def _load_bytes(config: Mapping[str, Any], special_tokens: FolderTokens) -> "LibraryTokenizer":
+    """Make ByT5's tokenizer: three special tokens, one for each byte, and those of the gaps."""
+    special_tokens = _with_gaps(special_tokens, _gaps(config, 125))
+    named = special_tokens.named
+    special = [named[role] for role in ("pad_token", "eos_token", "unk_token")]
+    tokens = [*special, *sorted(BYTE_OF_CHAR, key=BYTE_OF_CHAR.__getitem__)]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=[])
+    )
+    by_byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer, backend.decoder = by_byte, decoders.ByteLevel()
+    decoder = {"type": "ByteLevel"}
+    tokenizer = LibraryTokenizer(backend, decoder, config, special_tokens)
+    set_frame(backend, [], [named["eos_token"]])
+    return tokenizer
+
+
+def _gaps(config: Mapping[str, Any], default: int) -> range:
+    count = config.get("extra_ids", default)
+    if not isinstance(count, int) or not 0 <= count <= _MAX_GAPS:
+        raise ConfigError(
+            f"tokenizer_config.json: extra_ids must be a number from 0 to {_MAX_GAPS}, "
+            f"got {count!r}"
+        )
+    return range(count)
+
+
+def _with_gaps(special_tokens: FolderTokens, numbers: Iterable[int]) -> FolderTokens:
+    """Return the tokens with T5's roles, and with <extra_id_N> in this order."""
+    named = {**_T5_TOKENS, **special_tokens.named}
+    gaps = [f"<extra_id_{number}>" for number in numbers]
+    own = [token for token in special_tokens.added_if_absent if str(token) not in gaps]
+    unnamed = [text for text in named.values() if text not in map(str, own)]
+    made = [tokenizers.AddedToken(text, special=True) for text in (*unnamed, *gaps)]
+    return msgspec.structs.replace(special_tokens, named=named, added_if_absent=(*own, *made))
+
+
 def _load_marian(
     folder: Path, config: Mapping[str, Any], special_tokens: FolderTokens
 ) -> "MarianTokenizer":
@@ -180,7 +237,7 @@ def _load_marian(
     """
     path = folder / "vocab.json"
     ids = read_json_object(path)
-    named = {**_MARIAN_TOKENS, **special_tokens.named}
+    named = {**_T5_TOKENS, **special_tokens.named}
     unknown, eos = named["unk_token"], named["eos_token"]
     if set(map(repr, ids.values())) != set(map(repr, range(len(ids)))):
         raise ConfigError(f"{path} must number its {len(ids)} tokens from 0 on, each once")
@@ -208,9 +265,6 @@ def _load_marian(
     set_frame(backend, [], [eos])
     return tokenizer
 
-
-_MARIAN_TOKENS = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-"""Roles in folders that do not name them."""
 
 _SHORT_CHARACTERS = 1024
 """A longer text is encoded as a batch of one: `tokenizers` releases the interpreter's lock in this

@@ -321,7 +321,7 @@ def bad_folders(tmp_path) -> Iterator[tuple[object, str]]:
     yield tmp_path / "absent", "no model folder"
     empty = tmp_path / "empty"
     empty.mkdir()
-    yield empty, "tokenizer.json or a sentencepiece tokenizer.model"
+    yield empty, "tokenizer.json, a sentencepiece tokenizer.model"
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "tokenizer.json").write_text('{"model": 1}')
