@@ -96,6 +96,23 @@ def test_terms_of_scores(kind, name, dtype, step, batch_invariant):
     assert error(rows, counts, *score_terms(kind, shape)) < 2 * ROUNDING[dtype]
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "invariant"])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["decoder", "encoder"])
+@DTYPES
+@ALL_STEPS
+def test_biases_by_distance(dtype, step, is_causal, batch_invariant):
+    seq_lens, counts = step
+    shape = AttentionShape(12, 12, 64, 16)  # of Flan-T5 base
+    rules = AttentionRules(scale=0.2, is_causal=is_causal)
+    position_bias = torch.randn(shape.num_heads, 2 * 128 + 1)
+    kernel = attention(batch_invariant=batch_invariant)
+    rows = PagedRows(kernel, shape, seq_lens, dtype=dtype, device=DEVICE)
+    queries = rows.queries(counts)
+    output = rows.attended(queries, rules, None, position_bias)
+    expected = rows.expected(queries, rules, None, position_bias)
+    assert relative_error(output, expected) < 2 * ROUNDING[dtype]
+
+
 @LARGE_HEADS
 @DTYPES
 @ALL_STEPS
