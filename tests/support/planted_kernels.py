@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,31 @@ from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.sizes import CANDIDATES
 
 
-def sound(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
-    del settings, accelerator
+def sound(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
+    del settings, accelerator, sizes
     return ReferenceKernels(torch.device("cpu"))
 
 
-def faulty(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
+def faulty(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
     """One op of each kind of fault. linear shares its form with others."""
-    kernels = sound(settings, accelerator)
+    kernels = sound(settings, accelerator, sizes)
     for name, fault in FAULTS.items():
         setattr(kernels, name, fault(getattr(kernels, name)))
     return kernels
 
 
-def without_biases(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
+def without_biases(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
     """Attention that leaves biases by distance out."""
-    kernels = sound(settings, accelerator)
+    kernels = sound(settings, accelerator, sizes)
     attend = kernels.paged_attention
 
     def planted(query: Any, storage: Any, plan: Any, sinks: Any = None, _: Any = None) -> Any:
@@ -40,7 +47,9 @@ def without_biases(settings: RunnerSettings, accelerator: Accelerator | None) ->
     return kernels
 
 
-def starts_badly(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
+def starts_badly(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
     raise KeyError("no kernels here")
 
 
@@ -82,9 +91,11 @@ FAULTS = {
 }
 
 
-def ruinous(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
+def ruinous(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
     """An op of a GPU's backend reads far outside of a tensor, on the device."""
-    kernels = best_backend(settings, accelerator)
+    kernels = best_backend(settings, accelerator, sizes)
     gate = kernels.gate
 
     def planted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -93,3 +104,64 @@ def ruinous(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernel
 
     vars(kernels)["gate"] = planted
     return kernels
+
+
+_SLOW, _QUICK = map(str, CANDIDATES["many_rows"])
+_WRONG, _RAISING = map(str, CANDIDATES["attention_programs"])
+
+
+class _Work:
+    """Units of work that planted ops have done: they stand for time."""
+
+    units = 0.0
+
+
+class _WithSizes(ReferenceKernels):
+    def size_of(self, op: str, arguments: Sequence[Any]) -> str | None:
+        del arguments
+        return {"linear": "many_rows", "gate": "attention_programs"}.get(op)
+
+
+def with_sizes(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
+    """Products with the size `many_rows`: ours, one that is slow, and one that is quick.
+
+    The sizes of `gate` are wrong, and raise.
+    """
+    del settings, accelerator
+    kernels = _WithSizes(torch.device("cpu"))
+    units = {_SLOW: 3.0, _QUICK: 0.5}.get(sizes.get("many_rows", ""), 1.0)
+    vars(kernels)["linear"] = _working(kernels.linear, units)
+    gate = {_WRONG: _off_by_a_little, _RAISING: _raising}.get(sizes.get("attention_programs", ""))
+    vars(kernels)["gate"] = _working(gate(kernels.gate) if gate else kernels.gate, 1.0)
+    return kernels
+
+
+def with_a_size_that_crashes(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
+    kernels = with_sizes(settings, accelerator, sizes)
+    if sizes.get("attention_programs") == _RAISING:
+        vars(kernels)["gate"] = _crashing(kernels.gate)
+    return kernels
+
+
+def _working(op: Callable[..., Any], units: float) -> Callable[..., Any]:
+    def planted(*arguments: Any, **options: Any) -> Any:
+        _Work.units += units
+        return op(*arguments, **options)
+
+    return planted
+
+
+def work_done(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """Measure units of work in place of seconds: as execution.checking.tuning.gpu_seconds."""
+    del device
+
+    def measure(work: Callable[[], object]) -> float:
+        before = _Work.units
+        work()
+        return _Work.units - before
+
+    return measure

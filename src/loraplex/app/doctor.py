@@ -20,6 +20,7 @@ from loraplex.app.model_settings import with_device, within_build
 from loraplex.app.open_step_sizes import largest_rank, runner_settings, with_step_sizes
 from loraplex.core.config import ModelConfig
 from loraplex.core.devices import processor_field, processor_name
+from loraplex.core.environment import kernel_check_directory
 from loraplex.core.host_memory import host_memory
 from loraplex.core.version import __version__
 from loraplex.execution.checking.checker import CheckFailed
@@ -97,14 +98,21 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why there is no verdict."""
 
 
-def diagnose(model: ModelConfig) -> Diagnosis:
+def diagnose(model: ModelConfig, state_dir: str) -> Diagnosis:
     """Look at the machine, and check the kernels anew. Raises ConfigError.
 
-    model.path: empty checks a small model. A server with these settings takes the verdict.
+    model.path: empty checks a small model. A server with these settings, and this state_dir (as
+    configured), takes the verdict.
     """
     with _model_folder(model) as folder:
         found = within_build(str(folder), with_device(str(folder), model), folder)
-        found = with_step_sizes(msgspec.structs.replace(found, path=str(folder)))
+        found = with_step_sizes(
+            msgspec.structs.replace(
+                found,
+                path=str(folder),
+                kernel_check_dir=str(kernel_check_directory(found.kernel_check_dir, state_dir)),
+            )
+        )
         settings = runner_settings(found)
         spec = largest_rank(settings, windowed(settings, read_model(folder)))
         device = torch.device(settings.device)
@@ -116,7 +124,7 @@ def diagnose(model: ModelConfig) -> Diagnosis:
                 settings,
                 spec,
                 TensorShard(0, settings.tensor_parallel_size),
-                verdict_folder(),
+                verdict_folder(settings),
                 is_fresh=True,
             )
         except CheckFailed as error:

@@ -15,7 +15,11 @@ import msgspec
 from loraplex.core.config import Config, ModelConfig
 from loraplex.core.devices import find_device
 from loraplex.core.engine_settings import AUTO_DEVICE, NO_CACHE
-from loraplex.core.environment import server_api_keys, weights_cache_directory
+from loraplex.core.environment import (
+    kernel_check_directory,
+    server_api_keys,
+    weights_cache_directory,
+)
 from loraplex.core.errors import ConfigError
 from loraplex.core.gpus import num_gpus
 from loraplex.core.scheduler_settings import FairShare
@@ -40,16 +44,18 @@ def with_local_paths(config: Config) -> Config:
 def with_local_path(name: str, model: ModelConfig, state_dir: str) -> ModelConfig:
     """Return the settings of a model in a local folder. Raises ConfigError.
 
-    Its weights cache is then a folder, too, or none, its device is chosen, and the limits of a
-    built engine folder are applied.
+    Its weights cache is then a folder, too, or none, and so is that of kernel checks; its device is
+    chosen, and the limits of a built engine folder are applied.
     """
     folder = resolve_model(model.path, model.revision, state_dir)
     cache = weights_cache_directory(model.weights_cache_dir, state_dir)
+    checks = kernel_check_directory(model.kernel_check_dir, state_dir)
     return msgspec.structs.replace(
         within_build(name, with_device(name, model), folder),
         path=str(folder),
         tokenizer=model.tokenizer and str(resolve_tokenizer(model.tokenizer)),
         weights_cache_dir=NO_CACHE if cache is None else os.path.abspath(cache),
+        kernel_check_dir=os.path.abspath(checks),
     )
 
 

@@ -21,6 +21,7 @@ _NAMES = {"repeat": "recorded steps"}
     *("dtype", "kv_dtype", "quantization", "device", "block_size", "batch_invariant"),
     *("attention_backend", "cuda_graphs", "max_lora_rank", "max_lora_ranks", "num_threads"),
     *("tensor_parallel_size", "max_attention_window_size", "sink_token_length"),
+    *("state_dir", "kernel_check_dir"),
 )
 def doctor(
     model: Annotated[
@@ -36,10 +37,11 @@ def doctor(
     Exit code 2: a kernel fails, or nothing could be checked.
     """
     with errors_to_exit_code():
-        (config,) = build_config(model, None, None, [], [], settings).models.values()
+        config = build_config(model, None, None, [], [], settings)
         from loraplex.app.doctor import diagnose  # noqa: PLC0415 - torch
 
-        found = diagnose(msgspec.structs.replace(config, path=model))
+        (named,) = config.models.values()
+        found = diagnose(msgspec.structs.replace(named, path=model), config.server.state_dir)
     if as_json:
         print(msgspec.json.encode(found).decode())
     else:
@@ -82,8 +84,29 @@ def _print_verdict(found: "Diagnosis") -> None:
     )
     print()
     print(_summary(verdict, found.model or "a small model"))
+    if verdict.not_checked:
+        print(f"not checked: {', '.join(verdict.not_checked)}")
+    _print_tuning(verdict)
     for finding in verdict.fallen:
         print(f"please report this line: {verdict.report(finding)}")
+
+
+def _print_tuning(verdict: "Verdict") -> None:
+    """Print which sizes of programs were measured, if any were."""
+    tuning = verdict.tuning
+    if tuning.measured:
+        print()
+        rows = []
+        for one in tuning.measured:
+            result = "chosen" if tuning.sizes.get(one.name) == one.size else ""
+            ratio = "not measured" if one.ratio is None else f"{one.ratio:.2f}"
+            rows.append((one.name, one.size, ratio, one.problem or result))
+        print_table(("SIZE", "CANDIDATE", "TIME TO OURS", ""), rows)
+        print()
+    if tuning.not_done:
+        print(f"sizes of programs: {tuning.not_done}")
+    for problem in tuning.problems:
+        print(f"please report this line: size {problem} ({verdict.described_place})")
 
 
 def _row(finding: "Finding") -> tuple[str, ...]:

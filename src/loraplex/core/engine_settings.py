@@ -180,6 +180,15 @@ class EngineSettings(SchedulingSettings, frozen=True, kw_only=True):
             choices=("auto", "on", "off"),
         ),
     ] = "auto"
+    kernel_check_dir: Annotated[
+        str,
+        _engine(
+            "Folder of the results of kernel checks",
+            "Servers with the same folder check once.",
+            default="kernels in state_dir if that is set, else loraplex/kernels in the user's "
+            "cache directory",
+        ),
+    ] = ""
     weights_cache_dir: Annotated[
         str,
         _engine(

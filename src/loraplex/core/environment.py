@@ -143,13 +143,21 @@ def state_directory(configured: str) -> Path:
 
 def weights_cache_directory(configured: str, state_dir: str) -> Path | None:
     """Return the folder of packed weights; None: they are not kept. state_dir: as configured."""
-    if configured == NO_CACHE:
-        return None
+    return None if configured == NO_CACHE else _kept_directory("weights", configured, state_dir)
+
+
+def kernel_check_directory(configured: str, state_dir: str) -> Path:
+    """Return the folder of what checks of kernels found. state_dir: as configured."""
+    return _kept_directory("kernels", configured, state_dir)
+
+
+def _kept_directory(name: str, configured: str, state_dir: str) -> Path:
+    """Return a folder of files that can be made again. Empty strings: it is not configured."""
     if configured:
         return Path(configured).expanduser()
     if state_dir:
-        return state_directory(state_dir) / "weights"
-    return cache_directory() / "weights"
+        return state_directory(state_dir) / name
+    return cache_directory() / name
 
 
 def cache_directory() -> Path:

@@ -137,6 +137,7 @@ def _checked_kernels(
         batch_invariant=settings.batch_invariant,
         attention_backend=verdict.attention_backend if verdict else settings.attention_backend,
         channel=channel,
+        sizes=verdict.tuning.sizes if verdict else {},
     )
     if verdict is not None:
         fallen = [finding.op for finding in verdict.fallen]

@@ -3,6 +3,8 @@
 import functools
 import importlib
 import logging
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -13,6 +15,7 @@ from loraplex.kernels.native.channel import SharedMemoryChannel
 from loraplex.kernels.native.library import NativeLibrary, NativeLibraryError, load_library
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.sizes import chosen_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +34,13 @@ def select_kernels(
     batch_invariant: bool = False,
     attention_backend: str = "auto",
     channel: Channel | None = None,
+    sizes: Mapping[str, str] = MappingProxyType({}),
 ) -> Kernels:
     """Return the fastest backend that works here. On a CPU it has torch's current thread count.
 
     accelerator: what `select_accelerator` gave for the device. batch_invariant, attention_backend:
     as in RunnerSettings. channel: of the thread that computes, to the other ranks; None: there are
-    none.
+    none. sizes: those of a GPU's programs that a tuning chose, as in kernels.sizes.
     """
     if accelerator is not None:
         assert channel is None or isinstance(channel, DeviceChannel)
@@ -48,6 +52,7 @@ def select_kernels(
             batch_invariant=batch_invariant,
             attention_backend=attention_backend,
             channel=channel,
+            sizes=chosen_sizes(sizes),
         )
     library = _host_library() if device.type == "cpu" else None
     if library is None:

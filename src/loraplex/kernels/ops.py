@@ -6,7 +6,7 @@ H query heads share K key and value heads; D is the head size."""
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -184,6 +184,10 @@ class Kernels(Protocol):
     @property
     def lora_ns(self) -> int | None:
         """Return the time that ops of LoRA have taken so far; None: it is not measured."""
+        ...
+
+    def size_of(self, op: str, arguments: Sequence[Any]) -> str | None:
+        """Return which of kernels.sizes decides a call of an op; None: none does."""
         ...
 
     def recording(self) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -96,6 +96,9 @@ class ReferenceKernels:
         compute: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
         return compute()
+
+    def size_of(self, op: str, arguments: Sequence[Any]) -> str | None:  # noqa: ARG002
+        return None
 
     @property
     def lora_ns(self) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 
 from loraplex.kernels.ops import Kernels, LinearParts, Parameter, Storage
+from loraplex.kernels.quantization import QuantizedWeight, SuperBlockWeight
 from loraplex.kernels.routing import Routes, sort_routes
 from loraplex.kernels.sampling import TopLogprobs
 from loraplex.kernels.torch_ops import RECORDED_STEPS, TorchOps, with_partners
@@ -25,9 +26,15 @@ QUANTIZED_TOLERANCE: Final = 0.1
 """The same of products that round their inputs, which torch's do not."""
 
 _OPAQUE: Final = frozenset(
-    ("pack_linear", "pack_blocks", "join_linear", "linear_parts", "plan_attention", "allocate_kv")
+    (
+        *("pack_linear", "pack_blocks", "join_linear", "linear_parts"),
+        *("plan_attention", "plan_latent_attention", "allocate_kv"),
+    )
 )
 """Ops whose results only their own backend can read."""
+_KEEPING: Final = frozenset(("causal_conv", "delta_rule", "ssd"))
+"""Ops that keep numbers of earlier positions in a form of their own. They are compared by what
+later calls make of them."""
 _READING: Final = frozenset(("take_rows",))
 """Ops whose inputs are large and never written."""
 _ROUNDING: Final = frozenset(("linear", "linear_apart", "grouped_linear"))
@@ -90,9 +97,13 @@ class ShadowKernels:
         *,
         fallen: Iterable[str] = (),
         is_quantized: bool = False,
+        dtype: torch.dtype = torch.float32,
         synchronize: Callable[[], None] = lambda: None,
     ) -> None:
-        """fallen: ops that torch computes. is_quantized: weights are. synchronize: the device."""
+        """fallen: ops that torch computes. is_quantized: weights are. synchronize: the device.
+
+        dtype: the model's, in which torch has weights that are quantised already.
+        """
         self.packed_layout = kernels.packed_layout
         self.lora_ns = None
         self.fallen = with_partners(fallen)
@@ -102,8 +113,11 @@ class ShadowKernels:
         self._torch = TorchOps(device)
         self._observer = observer
         self._is_quantized = is_quantized
+        self._dtype = dtype
         self._synchronize = synchronize
         self._is_recording = False
+        self._kept: dict[Storage, TwinStorage] = {}
+        """Storages of _KEEPING, which the runner allocates."""
         for name in ops():
             setattr(self, name, functools.partial(self._call, name))
 
@@ -128,6 +142,9 @@ class ShadowKernels:
             return expected
         return found
 
+    def size_of(self, op: str, arguments: Sequence[Any]) -> str | None:
+        return self._own.size_of(op, [_own_form(value) for value in arguments])
+
     @contextlib.contextmanager
     def recording(self) -> Any:
         """Record steps; nothing is compared, since they have no rows."""
@@ -142,8 +159,10 @@ class ShadowKernels:
         self._own.forget_recorded()
 
     def _call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        if name in _KEEPING:
+            arguments = tuple(map(self._kept_twice, arguments))
         if name in self.fallen:
-            given = [_torch_form(value) for value in arguments]
+            given = [self._torch_form(value) for value in arguments]
             result = getattr(self._torch, name)(*given, **options)
             return Twin(None, result) if name in _OPAQUE else result
         own = functools.partial(
@@ -153,22 +172,39 @@ class ShadowKernels:
         )
         if self.compares_steps and name not in _OPAQUE:
             return own()
-        copies = [_torch_form(value) for value in arguments]
+        copies = [self._torch_form(value) for value in arguments]
         if name not in _READING:
-            copies = [_copy(given, value) for given, value in zip(arguments, copies, strict=True)]
+            copies = [copied(given, value) for given, value in zip(arguments, copies, strict=True)]
         expected = getattr(self._torch, name)(*copies, **options)
         found = self._tried(name, lambda: (own(),))
         if found is not None:
             (result,) = found
             if name in _OPAQUE:
                 return _twin(result, expected)
-            pairs = _written(name, arguments, copies)
-            both = (_compared(result, pairs[0]), _compared(expected, pairs[1]))
+            pairs = written(name, arguments, copies)
+            both = (compared(result, pairs[0]), compared(expected, pairs[1]))
             if self._is_near(name, *both):
                 return result
-        for given, copy in zip(*_written(name, arguments, copies), strict=True):
+        for given, copy in zip(*written(name, arguments, copies), strict=True):
             given.copy_(copy)
         return _twin(None, expected) if name in _OPAQUE else expected
+
+    def _kept_twice(self, value: Any) -> Any:
+        """Return the twin of a storage. Both begin with the same content."""
+        if not isinstance(value, Storage):
+            return value
+        if value not in self._kept:
+            copies = Storage(tuple(tensor.clone() for tensor in value.tensors))
+            self._kept[value] = TwinStorage(value.tensors, copies)
+        return self._kept[value]
+
+    def _torch_form(self, value: Any) -> Any:
+        match value:
+            case Twin() | TwinStorage():
+                return value.torch
+            case QuantizedWeight() | SuperBlockWeight():
+                return value.dequantized().to(self._dtype)
+        return value
 
     def _tried(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return what the backend computes; None: it fell. Raises DeviceRuined."""
@@ -188,43 +224,54 @@ class ShadowKernels:
         return result
 
     def _is_near(self, name: str, found: Any, expected: Any) -> bool:
-        worst = 0.0
-        for own, right in zip(_flat(found), _flat(expected), strict=True):
-            is_alike = own.dtype == right.dtype or name in _ANY_TYPE
-            if own.shape != right.shape or not is_alike:
-                detail = f"{own.dtype} {tuple(own.shape)}, not {right.dtype} {tuple(right.shape)}"
-                self._fall(name, Fault.WRONG, detail)
-                return False
-            difference = _difference(own, right)
-            if not difference <= max(self._allowed(name, own), self._allowed(name, right)):
-                self._fall(name, Fault.WRONG, _described(own, difference))
-                return False
-            if own.dtype.is_floating_point:
-                worst = max(worst, difference)
+        detail, worst = unlike(name, found, expected, is_quantized=self._is_quantized)
+        if detail:
+            self._fall(name, Fault.WRONG, detail)
+            return False
         self._observer.passed(name, worst)
         return True
-
-    def _allowed(self, name: str, tensor: torch.Tensor) -> float:
-        if not tensor.dtype.is_floating_point:
-            is_near = name in _NEARLY_EXACT and tensor.dtype != torch.bool
-            return max(1, tensor.numel() // _MOST_OTHERS) if is_near else 0
-        if self._is_quantized and name in _ROUNDING:
-            return QUANTIZED_TOLERANCE
-        return TOLERANCE.get(tensor.dtype, TOLERANCE[torch.float32])
 
     def _fall(self, name: str, fault: Fault, detail: str) -> None:
         self.fallen |= with_partners((name,))
         self._observer.fell(name, fault, detail)
 
 
-def ops() -> list[str]:
-    """Return the names of the ops that `ShadowKernels` compares."""
-    own = vars(ShadowKernels)
+def ops(backend: type = ShadowKernels) -> list[str]:
+    """Return the names of the ops that a backend does not define itself, such as ShadowKernels."""
+    own = vars(backend)
     return [
         name
         for name, member in vars(Kernels).items()
         if not name.startswith("_") and name not in own and callable(member)
     ]
+
+
+def unlike(name: str, found: Any, expected: Any, *, is_quantized: bool) -> tuple[str, float]:
+    """Return how two results of an op differ, and the largest difference; "": they do not.
+
+    is_quantized: weights are.
+    """
+    worst = 0.0
+    for own, right in zip(_flat(found), _flat(expected), strict=True):
+        is_alike = own.dtype == right.dtype or name in _ANY_TYPE
+        if own.shape != right.shape or not is_alike:
+            return f"{own.dtype} {tuple(own.shape)}, not {right.dtype} {tuple(right.shape)}", worst
+        difference = _difference(own, right)
+        allowed = max(_allowed(name, each, is_quantized=is_quantized) for each in (own, right))
+        if not difference <= allowed:
+            return _described(own, difference), worst
+        if own.dtype.is_floating_point:
+            worst = max(worst, difference)
+    return "", worst
+
+
+def _allowed(name: str, tensor: torch.Tensor, *, is_quantized: bool) -> float:
+    if not tensor.dtype.is_floating_point:
+        is_near = name in _NEARLY_EXACT and tensor.dtype != torch.bool
+        return max(1, tensor.numel() // _MOST_OTHERS) if is_near else 0
+    if is_quantized and name in _ROUNDING:
+        return QUANTIZED_TOLERANCE
+    return TOLERANCE.get(tensor.dtype, TOLERANCE[torch.float32])
 
 
 def _own_form(value: Any) -> Any:
@@ -234,22 +281,13 @@ def _own_form(value: Any) -> Any:
     return value
 
 
-def _torch_form(value: Any) -> Any:
-    match value:
-        case Twin():
-            return value.torch
-        case TwinStorage():
-            return value.torch
-    return value
-
-
 def _twin(own: Any, right: Any) -> Any:
     if isinstance(right, Storage):
         return TwinStorage((right if own is None else own).tensors, right)
     return Twin(own, right)
 
 
-def _copy(given: Any, value: Any) -> Any:
+def copied(given: Any, value: Any) -> Any:
     """Return an argument that torch may write. value: its form for torch, where it has two."""
     match value:
         case torch.Tensor():
@@ -259,7 +297,7 @@ def _copy(given: Any, value: Any) -> Any:
     return value
 
 
-def _written(name: str, arguments: Sequence[Any], copies: Sequence[Any]) -> tuple[Any, Any]:
+def written(name: str, arguments: Sequence[Any], copies: Sequence[Any]) -> tuple[Any, Any]:
     """Return the tensors among the arguments that an op may have written, and their copies."""
     given: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -275,7 +313,7 @@ def _written(name: str, arguments: Sequence[Any], copies: Sequence[Any]) -> tupl
     return given, others
 
 
-def _compared(result: Any, written: Sequence[torch.Tensor]) -> Any:
+def compared(result: Any, changed: Sequence[torch.Tensor]) -> Any:
     """Return the tensors of a result that are determined, and those that the op wrote."""
     match result:
         case Routes():
@@ -284,13 +322,13 @@ def _compared(result: Any, written: Sequence[torch.Tensor]) -> Any:
             is_sorted = torch.equal(result.pairs, sorted_again.pairs) and torch.equal(
                 result.starts, sorted_again.starts
             )
-            return (result.experts, result.weights, torch.tensor(is_sorted), *written)
+            return (result.experts, result.weights, torch.tensor(is_sorted), *changed)
         case TopLogprobs():
             own = (result.logprobs, result.ranks, result.top_ids, result.top_logprobs)
-            return (*own, *written)
+            return (*own, *changed)
         case LinearParts():
-            return written
-    return (result, *written)
+            return changed
+    return (result, *changed)
 
 
 def _flat(value: Any) -> list[torch.Tensor]:

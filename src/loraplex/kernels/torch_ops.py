@@ -29,6 +29,7 @@ _SHARING_A_FORM: Final = (
         )
     ),
     frozenset(("allocate_kv", "write_kv", "plan_attention", "paged_attention")),
+    frozenset(("plan_latent_attention", "latent_attention")),
     frozenset((RECORDED_STEPS, "recording", "forget_recorded")),
 )
 """Ops that read and write one opaque form of a backend: none of them is replaced alone."""
@@ -67,8 +68,18 @@ class TorchOps(ReferenceKernels):
     def plan_attention(
         self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> AttentionPlan:
-        if rows.on_device is not None:
-            on_device, num_rows = rows.on_device, len(rows.seq_lens)
-            tables = on_device.block_tables[on_device.table_rows[:num_rows].long()].long()
-            rows = dataclasses.replace(rows, block_tables=tables, on_device=None)
-        return super().plan_attention(rows, shape, rules)
+        return super().plan_attention(_with_tables(rows), shape, rules)
+
+    def plan_latent_attention(
+        self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
+    ) -> AttentionPlan:
+        return super().plan_latent_attention(_with_tables(rows), shape, rules)
+
+
+def _with_tables(rows: RowLayout) -> RowLayout:
+    """Return the rows with the tables that a device has, by row."""
+    if rows.on_device is None:
+        return rows
+    on_device, num_rows = rows.on_device, len(rows.seq_lens)
+    tables = on_device.block_tables[on_device.table_rows[:num_rows].long()].long()
+    return dataclasses.replace(rows, block_tables=tables, on_device=None)

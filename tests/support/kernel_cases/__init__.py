@@ -20,6 +20,7 @@ GROUPS = (
     "sampling",
     "linear",
     "experts",
+    "sizes",
 )
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import msgspec
 import pytest
 
 from loraplex.app.builder import build_service, served_shapes
@@ -151,7 +152,12 @@ def test_local_paths(folder, tmp_path, monkeypatch):
         block_size=8,
         device="cpu",
         weights_cache_dir=str(tmp_path / ".cache" / "loraplex" / "weights"),
+        kernel_check_dir=str(tmp_path / ".cache" / "loraplex" / "kernels"),
     )
+    kept = msgspec.structs.replace(config, server=ServerConfig(state_dir=str(tmp_path / "kept")))
+    local = with_local_paths(kept).models["m"]
+    assert local.weights_cache_dir == str(tmp_path / "kept" / "weights")
+    assert local.kernel_check_dir == str(tmp_path / "kept" / "kernels")
     with pytest.raises(ConfigError, match=naming("/nowhere/at/all")):
         with_local_paths(Config(models={"m": ModelConfig(path="/nowhere/at/all")}))
 

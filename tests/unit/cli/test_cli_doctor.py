@@ -76,6 +76,15 @@ def test_what_cannot_be_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the kernels could not be checked: no memory" in result.output
 
 
+def test_a_server_with_the_same_state_directory_takes_the_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = []
+    monkeypatch.setattr(doctor, "verdict_folder", lambda settings: folders.append(settings))
+    run(monkeypatch, verdict(*SOUND), "--state-dir", str(tmp_path / "state"))
+    assert [one.kernel_check_dir for one in folders] == [str(tmp_path / "state" / "kernels")]
+
+
 @pytest.mark.slow
 def test_a_real_check_of_the_small_model() -> None:
     result = CliRunner().invoke(app, ["doctor", "--device", "cpu", "--json"])

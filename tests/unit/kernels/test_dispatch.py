@@ -11,6 +11,7 @@ from loraplex.kernels import dispatch
 from loraplex.kernels.accelerator import Accelerator, HostAccelerator
 from loraplex.kernels.cuda.backend import CudaKernels
 from loraplex.kernels.reference import ReferenceKernels
+from loraplex.kernels.sizes import ProgramSizes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -64,7 +65,11 @@ def test_the_kernels_of_an_accelerator_get_the_settings(
     monkeypatch.setattr("loraplex.kernels.cuda.backend.CudaKernels", Kernels)
     accelerator = HostAccelerator()
     kernels = dispatch.select_kernels(
-        CPU, accelerator, batch_invariant=True, attention_backend="triton"
+        CPU,
+        accelerator,
+        batch_invariant=True,
+        attention_backend="triton",
+        sizes={"lora_splits": "16"},
     )
     assert isinstance(kernels, Kernels)
     assert passed == {
@@ -72,4 +77,5 @@ def test_the_kernels_of_an_accelerator_get_the_settings(
         "batch_invariant": True,
         "attention_backend": "triton",
         "channel": None,
+        "sizes": ProgramSizes(lora_splits=16),
     }

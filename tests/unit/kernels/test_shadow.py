@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from loraplex.kernels.activations import Activation
-from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout
+from loraplex.kernels.ops import AttentionRules, AttentionShape, Kernels, RowLayout, Storage
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from loraplex.kernels.shadow import DeviceRuined, Fault, ShadowKernels, ops
+from loraplex.kernels.states import StoredRows
 from loraplex.kernels.torch_ops import TorchOps, replace_ops, with_partners
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def shadow(seen: Seen, synchronize: Callable[[], None] = lambda: None, **planted
 
 def test_all_ops_are_compared() -> None:
     names = {name for name in vars(Kernels) if not name.startswith("_")}
-    others = {"repeat", "recording", "forget_recorded", "lora_ns", "packed_layout"}
+    others = {"repeat", "recording", "forget_recorded", "lora_ns", "packed_layout", "size_of"}
     assert set(ops()) == names - others
     for name in names:
         assert hasattr(shadow(Seen()), name)
@@ -156,6 +157,54 @@ def test_keys_and_values_are_kept_in_both_forms() -> None:
     assert torch.equal(attended(kernels), attended(ReferenceKernels(CPU)))
     assert set(seen.faults) == {"paged_attention"}
     assert torch.equal(attended(kernels), attended(ReferenceKernels(CPU)))
+
+
+def convolved(kernels: Any, storage: Storage) -> list[torch.Tensor]:
+    """Return what two steps of one row give, of which the second reads what the first kept."""
+    torch.manual_seed(0)
+    x, weight, rows = torch.randn(5, 3), torch.randn(3, 2), []
+    for start, end in ((0, 3), (3, 5)):
+        positions = torch.arange(start, end, dtype=torch.int32)
+        stored = StoredRows(
+            torch.tensor([0, end - start], dtype=torch.int32),
+            positions,
+            positions,
+            torch.zeros(1, dtype=torch.int32),
+            torch.arange(2, dtype=torch.int32),
+        )
+        part = x[start:end]
+        rows.append(kernels.causal_conv(part, weight, None, None, stored, storage))
+    return rows
+
+
+def test_what_an_op_keeps_may_have_a_form_of_its_own() -> None:
+    def upside_down(op: Callable[..., Any]) -> Callable[..., Any]:
+        def planted(x: Any, weight: Any, bias: Any, act: Any, rows: Any, storage: Any) -> Any:
+            (stored,) = storage.tensors
+            kept = Storage((stored.flip(-1),))
+            result = op(x, weight, bias, act, rows, kept)
+            stored.copy_(kept.tensors[0].flip(-1))
+            return result
+
+        return planted
+
+    own = ReferenceKernels(CPU)
+    expected = convolved(own, Storage((torch.zeros(2, 4, 3),)))
+    seen = Seen()
+    kernels = shadow(seen, causal_conv=upside_down(own.causal_conv))
+    found = convolved(kernels, Storage((torch.zeros(2, 4, 3),)))
+    assert not seen.faults
+    assert all(map(torch.equal, found, expected))
+
+    # One that loses what it kept differs in the step that reads it; then torch has it all.
+    seen = Seen()
+    kernels = shadow(
+        seen,
+        causal_conv=lambda *given: own.causal_conv(*given[:5], Storage((torch.zeros(2, 4, 3),))),
+    )
+    found = convolved(kernels, Storage((torch.zeros(2, 4, 3),)))
+    assert seen.faults["causal_conv"][0] is Fault.WRONG
+    assert all(map(torch.equal, found, expected))
 
 
 def test_pairs_of_experts_must_be_sorted() -> None:

@@ -12,7 +12,7 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -26,7 +26,9 @@ from loraplex.execution.checking.process import (
     Event,
     Fell,
     NotChecked,
+    Tuned,
 )
+from loraplex.execution.checking.tuning import Tuning
 from loraplex.execution.checking.verdict import Finding
 from loraplex.kernels.shadow import Fault
 
@@ -54,16 +56,24 @@ def patience(op: str) -> float:
     return _START_SECONDS if op == _STARTING else _OP_SECONDS
 
 
-def check_ops(
-    request: CheckRequest, patience: Callable[[str], float] = patience
-) -> tuple[Finding, ...]:
-    """Return what is found of each op that the model calls. Raises CheckFailed.
+class CheckResult(NamedTuple):
+    """What processes of a check found."""
+
+    findings: tuple[Finding, ...]
+    """What is known of each op that the model calls."""
+    tuning: Tuning = Tuning()
+
+
+def check_ops(request: CheckRequest, patience: Callable[[str], float] = patience) -> CheckResult:
+    """Check each op that the model calls, and measure sizes if that is requested.
+
+    Raises CheckFailed.
 
     patience: seconds, by the op that runs.
     """
     fallen: dict[str, Finding] = {}
     while True:
-        again = msgspec.structs.replace(request, fallen=tuple(fallen))
+        again = msgspec.structs.replace(request, fallen=(*request.fallen, *fallen))
         run = _Run(again)
         completed = run.watch(patience)
         new = {op: finding for op, finding in run.fallen.items() if op not in fallen}
@@ -74,7 +84,8 @@ def check_ops(
                 for op, count in completed.calls.items()
                 if op not in fallen
             ]
-            return tuple(sorted((*passed, *fallen.values()), key=lambda finding: finding.op))
+            findings = sorted((*passed, *fallen.values()), key=lambda finding: finding.op)
+            return CheckResult(tuple(findings), run.tuning)
         if not new:
             raise CheckFailed(f"a process of the check {run.end}, after {run.op or 'its start'}")
 
@@ -89,6 +100,9 @@ class _Run:
     end: str = ""
     """How the process ended."""
     fallen: dict[str, Finding] = dataclasses.field(default_factory=dict)
+    completed: Completed | None = None
+    """The end of the check of ops."""
+    tuning: Tuning = dataclasses.field(default_factory=Tuning)
 
     def watch(self, patience: Callable[[str], float]) -> Completed | None:
         """Return the end of a whole check; None: an op ended the process, or hung in it.
@@ -117,9 +131,17 @@ class _Run:
                     case Fell(op=op, fault=fault, detail=detail):
                         self.fallen[op] = Finding(op=op, fault=fault, detail=detail)
                     case NotChecked(reason=reason):
-                        raise CheckFailed(reason)
+                        if self.completed is None:
+                            raise CheckFailed(reason)
+                        self.tuning = Tuning(not_done=reason)
+                        return self.completed
                     case Completed():
-                        return event
+                        self.completed = event
+                        if not self.request.tunes:
+                            return event
+                    case Tuned(tuning=tuning):
+                        self.tuning = tuning
+                        return self.completed
             self.end = how_it_ended(_status(process))
             self._falls(Fault.CRASHES, f"the process {self.end}")
         except _TooLate:
@@ -129,10 +151,16 @@ class _Run:
             os.close(read_end)
             process.kill()
             _status(process)
-        return None
+        return self.completed
 
     def _falls(self, fault: Fault, detail: str) -> None:
-        """Blame the op that ran, unless the process named one that ended it."""
+        """Blame the op that ran, unless the process named one that ended it.
+
+        Of a tuning nothing is used then: the ops were checked with our own sizes.
+        """
+        if self.completed is not None:
+            self.tuning = Tuning(not_done=f"{self.op} {fault}: {detail}")
+            return
         is_named = any(finding.fault is Fault.CRASHES for finding in self.fallen.values())
         if self.op != _STARTING and not is_named:
             self.fallen.setdefault(self.op, Finding(op=self.op, fault=fault, detail=detail))

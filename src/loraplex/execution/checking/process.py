@@ -5,18 +5,22 @@ writes a line for each event to the file descriptor. It may be ended by an op at
 """
 
 import collections
+import functools
 import importlib
 import logging
 import os
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import msgspec
 import torch
 
-from loraplex.core.weight_precision import WeightPrecision
-from loraplex.execution.checking.trial import Trial, checked_precision
+from loraplex.execution.checking.trial import MEASURED, Trial, is_quantized
+from loraplex.execution.checking.tuning import Tuning, TuningKernels
+from loraplex.execution.sizing.capacity import choose_dtype
 from loraplex.execution.sizing.kv import windowed
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.weights.stored_head import read_model
@@ -24,10 +28,13 @@ from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.dispatch import select_accelerator, select_kernels
 from loraplex.kernels.ops import Kernels
 from loraplex.kernels.shadow import DeviceRuined, Fault, ShadowKernels
+from loraplex.kernels.sizes import CANDIDATES
+from loraplex.kernels.torch_ops import TorchOps, replace_ops
 from loraplex.models.linear_group import TensorShard
 from loraplex.models.sharding import shard
 
 BEST_BACKEND: Final = "loraplex.execution.checking.process:best_backend"
+GPU_SECONDS: Final = "loraplex.execution.checking.tuning:gpu_seconds"
 
 
 class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +50,12 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     """module:function, as best_backend."""
     num_threads: int | None = None
     """None: torch's own number."""
+    sizes: dict[str, str] = {}
+    """Sizes of programs that a tuning chose."""
+    tunes: bool = False
+    """Whether sizes are to be measured once all ops are checked."""
+    measure: str = GPU_SECONDS
+    """module:function, as tuning.gpu_seconds."""
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
@@ -66,22 +79,31 @@ class Completed(msgspec.Struct, frozen=True, tag="completed"):
     differences: dict[str, float]
 
 
+class Tuned(msgspec.Struct, frozen=True, tag="tuned"):
+    """Sizes were measured. It comes after Completed."""
+
+    tuning: Tuning
+
+
 class NotChecked(msgspec.Struct, frozen=True, tag="not_checked"):
     """Something other than an op failed."""
 
     reason: str
 
 
-Event = Began | Fell | Completed | NotChecked
+Event = Began | Fell | Completed | Tuned | NotChecked
 
 
-def best_backend(settings: RunnerSettings, accelerator: Accelerator | None) -> Kernels:
-    """Return what a server with these settings has."""
+def best_backend(
+    settings: RunnerSettings, accelerator: Accelerator | None, sizes: Mapping[str, str]
+) -> Kernels:
+    """Return what a server with these settings, and these sizes of programs, has."""
     return select_kernels(
         torch.device(settings.device),
         accelerator,
         batch_invariant=settings.batch_invariant,
         attention_backend=settings.attention_backend,
+        sizes=sizes,
     )
 
 
@@ -119,14 +141,16 @@ def check(request: CheckRequest, reporter: Reporter) -> None:
     spec = windowed(settings, read_model(Path(request.folder)))
     spec = shard(spec, TensorShard(request.rank, request.num_ranks))
     accelerator = select_accelerator(torch.device(settings.device))
-    module, _, function = request.backend.partition(":")
-    kernels = getattr(importlib.import_module(module), function)(settings, accelerator)
+    device = torch.device(settings.device) if accelerator is None else accelerator.device
+    make = functools.partial(_named(request.backend), settings, accelerator)
+    rounds = is_quantized(settings, spec)
     shadow = ShadowKernels(
-        kernels,
-        torch.device(settings.device) if accelerator is None else accelerator.device,
+        make(request.sizes),
+        device,
         reporter,
         fallen=request.fallen,
-        is_quantized=checked_precision(settings, spec) is not WeightPrecision.NATIVE,
+        is_quantized=rounds,
+        dtype=choose_dtype(settings, spec),
         synchronize=(lambda: None) if accelerator is None else accelerator.synchronize,
     )
     # It has the members of Kernels, and binds most of them when it is made.
@@ -137,6 +161,30 @@ def check(request: CheckRequest, reporter: Reporter) -> None:
     trial.run(records=True)
     reporter.complete()
     trial.close()
+    if not request.tunes:
+        return
+    own = make({})
+    replace_ops(own, TorchOps(device), shadow.fallen)
+    tuning = TuningKernels(
+        own,
+        lambda name, size: make({name: size}),
+        {name: [str(size) for size in sizes] for name, sizes in CANDIDATES.items()},
+        _named(request.measure)(device),
+        time.monotonic,
+        reporter.begin,
+        is_quantized=rounds,
+        fallen=shadow.fallen,
+    )
+    trial = Trial(spec, settings, cast("Kernels", tuning), accelerator, MEASURED)
+    trial.measure(tuning.measuring)
+    reporter.send(Tuned(tuning.result()))
+    trial.close()
+
+
+def _named(place: str) -> Any:
+    """Return a function by the name of its module and its own."""
+    module, _, function = place.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def main() -> None:

@@ -11,8 +11,9 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -39,26 +40,31 @@ from loraplex.core.task import Generate, Pool
 from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.adapters.host_adapters import HostAdapter, HostAdapters, HostWeight
 from loraplex.execution.assembly import Assembly
+from loraplex.execution.checking.stored_forms import stored_forms
 from loraplex.execution.sizing.capacity import MemorySize, choose_dtype, smallest_pool
 from loraplex.execution.sizing.kv import size_kv
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.execution.steps.model_runner import ModelRunner
 from loraplex.execution.weights.packing import WeightFormat
+from loraplex.execution.weights.size import stored_bits
 from loraplex.kernels.accelerator import Accelerator
 from loraplex.kernels.ops import Kernels, PackedLinear
+from loraplex.kernels.quantization import StoredNumbers
 from loraplex.kernels.sampling import DrawOptions
 from loraplex.memory.adapter_pages import layer_targets
 from loraplex.memory.cache_policy import cache_policy
 from loraplex.models.parameters import LinearPlace, build_parameters
 from loraplex.models.spec import LayerSpec, ModelSpec
+from loraplex.models.stored_format import StoredFormat, StoredMethod
 
 _PROMPTS = (300, 61, 21, 1)
 """Tokens of the prompts of a step. The first is cut into many pieces, the second passes the border
 of a chunk soon."""
 _LATE_PROMPT = 5
 """Tokens of a prompt next to rows that decode."""
+_SHORT_PROMPT = 40
+"""Tokens of a prompt that leave a step with fewer than 64, with the rows that decode."""
 _NUM_DECODES = 4
-_MAX_MODEL_LEN = 512
 _COPY_SECONDS = 60.0
 _SPREAD = 0.05
 _NUM_DRAWS = 32
@@ -66,16 +72,32 @@ _NATIVE: Final = WeightPrecision.NATIVE
 _GREEDY: Final = Generate(SamplingParams(temperature=0.0))
 
 
-def trial_settings(settings: RunnerSettings, spec: ModelSpec) -> RunnerSettings:
+class TrialSize(NamedTuple):
+    """Size of a trial's steps."""
+
+    num_rows: int
+    num_tokens: int
+    """Tokens of a step."""
+    max_model_len: int
+
+
+CHECKED: Final = TrialSize(len(_PROMPTS) + 1, sum(_PROMPTS), 512)
+MEASURED: Final = TrialSize(8 + 2, 1088, 1088)
+"""Rows that decode, a short prompt next to them, and a long one."""
+
+
+def trial_settings(
+    settings: RunnerSettings, spec: ModelSpec, size: TrialSize = CHECKED
+) -> RunnerSettings:
     """Return the settings of a server with steps of the trial's size."""
+    num_rows, num_tokens, max_model_len = size
     max_model_len = min(
-        _MAX_MODEL_LEN, settings.max_model_len or _MAX_MODEL_LEN, spec.default_max_model_len
+        max_model_len, settings.max_model_len or max_model_len, spec.default_max_model_len
     )
-    num_rows = len(_PROMPTS) + 1
     return msgspec.structs.replace(
         settings,
         max_num_seqs=num_rows,
-        max_num_batched_tokens=sum(_PROMPTS),
+        max_num_batched_tokens=num_tokens,
         max_model_len=max_model_len,
         num_blocks=num_rows * -(-max_model_len // settings.block_size),
         max_tokens_in_paged_kv_cache=None,
@@ -115,7 +137,10 @@ class RandomParameters:
 
     kernels: Kernels
     form: WeightFormat
+    stored: StoredFormat | None = None
+    """Format of a checkpoint that is quantised: its forms of weights take turns."""
     _is_first: bool = True
+    _num_stored: int = 0
 
     def tensor(
         self, name: str, shape: tuple[int, ...], num_rows: int | None = None
@@ -129,14 +154,29 @@ class RandomParameters:
         if place.is_embedding and not (place.is_lm_head and self.form.precision is _NATIVE):
             return None
         experts = () if place.num_experts is None else (place.num_experts,)
-        weight = self._random((*experts, *place.shape))
+        weight = self._weight(place, (*experts, *place.shape))
         bias = self._random((*experts, place.shape[0])) if place.has_bias else None
         precision = self.form.precision_of(place)
         packed = self.kernels.pack_linear(weight, bias, precision, place.num_blocks)
+        # As the next start reads it from the weights cache.
+        packed = self.kernels.join_linear(self.kernels.linear_parts(packed))
         if self._is_first and not experts:
             self._is_first = False
             self._use_apart(packed, place.shape[1])
         return packed
+
+    def _weight(self, place: LinearPlace, shape: tuple[int, ...]) -> torch.Tensor | StoredNumbers:
+        """Return random numbers, as the served checkpoint would give them to the kernels."""
+        stored = self.stored
+        forms = () if stored is None else stored_forms(stored)
+        if stored is None or not forms or stored_bits(stored, place, self.form.dtype) is None:
+            return self._random(shape)
+        form = forms[self._num_stored % len(forms)]
+        self._num_stored += 1
+        weight = form.random(shape, self.form.device)
+        if self.kernels.takes_quantized(weight, place.num_blocks):
+            return weight
+        return weight.dequantized().to(self.form.dtype)
 
     def _use_apart(self, packed: PackedLinear, in_features: int) -> None:
         """Call what only the loading of adapters calls."""
@@ -157,18 +197,20 @@ class Trial:
         settings: RunnerSettings,
         kernels: Kernels,
         accelerator: Accelerator | None,
+        size: TrialSize = CHECKED,
     ) -> None:
         """spec: the result of sizing.kv.windowed. settings: those of the server."""
         torch.manual_seed(0)
-        spec, settings = first_layers(spec), trial_settings(settings, spec)
+        spec, settings = first_layers(spec), trial_settings(settings, spec, size)
         device = torch.device(settings.device) if accelerator is None else accelerator.device
         form = WeightFormat(
             dtype=choose_dtype(settings, spec),
-            precision=checked_precision(settings, spec),
+            precision=settings.precision,
             device=device,
         )
         with torch.inference_mode():
-            parameters = build_parameters(spec, RandomParameters(kernels, form))
+            source = RandomParameters(kernels, form, spec.stored_format)
+            parameters = build_parameters(spec, source)
         self._assembly = Assembly(
             spec=spec,
             parameters=parameters,
@@ -177,12 +219,12 @@ class Trial:
             kernels=kernels,
             accelerator=accelerator,
         )
-        size = MemorySize(
+        memory = MemorySize(
             size_kv(settings, spec, self._assembly.kv_dtype),
             smallest_pool(settings, spec, form.dtype),
         )
         self._host_adapters = HostAdapters()
-        self._parts = self._assembly.parts(size, self._host_adapters)
+        self._parts = self._assembly.parts(memory, self._host_adapters)
         self._num_steps = 0
 
     def close(self) -> None:
@@ -213,6 +255,33 @@ class Trial:
             self._launch(runner, added=(late,), rows=rows.steps((late,)), encodes=_encoded((late,)))
         self._launch(runner, removed=tuple(rows.lengths))
         runner.forget_steps()
+
+    def measure(self, measuring: Callable[[str], AbstractContextManager[None]]) -> None:
+        """Compute the steps whose programs have sizes to choose from. The trial is of MEASURED.
+
+        measuring: receives the name of each kind of step, once.
+        """
+        runner = ModelRunner(dataclasses.replace(self._parts, recorded_sizes=()))
+        uses = [*(((handle, 1.0),) for handle in self._copied_adapters(runner)), ()]
+        rows = _Rows(runner.capacity())
+        max_model_len = runner.capacity().max_model_len
+        short = min(_SHORT_PROMPT, max_model_len // 4)
+
+        def add(length: int, *, alone: bool) -> None:
+            added = (rows.added(length, uses[len(rows.lengths) % len(uses)]),)
+            steps = rows.steps(added, alone=alone)
+            self._launch(runner, added=added, rows=steps, encodes=_encoded(added))
+
+        if rows.generates:
+            for _ in range(MEASURED.num_rows - 2):
+                add(max_model_len - short, alone=True)
+            with measuring("decode"):
+                self._launch(runner, rows=rows.steps(()))
+            with measuring("short prompt"):
+                add(short, alone=False)
+        with measuring("long prompt"):
+            add(max_model_len - short, alone=True)
+        self._launch(runner, removed=tuple(rows.lengths))
 
     def sample(self) -> None:
         """Call the ops of the sampler, as rows with all its options do."""
@@ -328,10 +397,14 @@ class _Rows:
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self._draws.choices(range(self._vocab_size), k=count))
 
-    def steps(self, added: Sequence[RowAdded]) -> tuple[RowStep, ...]:
-        """Return a step of all rows: whole prompts of the new ones, one token of the others."""
+    def steps(self, added: Sequence[RowAdded], *, alone: bool = False) -> tuple[RowStep, ...]:
+        """Return a step of all rows: whole prompts of the new ones, one token of the others.
+
+        alone: of the new ones only.
+        """
         prompts = {row.slot: row.token_ids for row in added}
-        return tuple(self._step(slot, prompts.get(slot)) for slot in self.lengths)
+        slots = prompts if alone else self.lengths
+        return tuple(self._step(slot, prompts.get(slot)) for slot in slots)
 
     def _step(self, slot: Slot, prompt: tuple[int, ...] | None) -> RowStep:
         start, num_tokens = self.lengths[slot], 1 if prompt is None else len(prompt)
@@ -365,6 +438,29 @@ class _Rows:
         return (NO_BLOCK,) * num_gaps + tuple(range(first, self._num_taken[group]))
 
 
-def checked_precision(settings: RunnerSettings, spec: ModelSpec) -> WeightPrecision:
-    """Return the precision of random weights: int4 stands for checkpoints of quantised weights."""
-    return settings.precision if spec.stored_format is None else WeightPrecision.INT4
+def is_quantized(settings: RunnerSettings, spec: ModelSpec) -> bool:
+    return spec.stored_format is not None or settings.precision is not _NATIVE
+
+
+def checked_weights(settings: RunnerSettings, spec: ModelSpec) -> str:
+    """Return the forms of weights that a trial has."""
+    stored = spec.stored_format
+    if stored is None:
+        return settings.precision.value
+    forms = ", ".join(map(str, stored_forms(stored)))
+    return f"{stored.method}: {forms or 'widened'}"
+
+
+def left_out(settings: RunnerSettings, spec: ModelSpec) -> tuple[str, ...]:
+    """Return what a server with this model does that no trial does, by name."""
+    stored = spec.stored_format
+    names = {
+        "exchanges between ranks": settings.tensor_parallel_size > 1,
+        "exchanges between stages": settings.pipeline_parallel_size > 1,
+        "Dense modules after the pooling": bool(spec.vector_layers),
+        "blocks of GGUF as they lie in the file": settings.device == "cpu"
+        and stored is not None
+        and stored.method is StoredMethod.GGUF,
+        "DoRA and biases of adapters": True,
+    }
+    return tuple(name for name, is_left_out in names.items() if is_left_out)

@@ -4,9 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,11 +13,14 @@ from typing import Final
 import msgspec
 import torch
 
+from loraplex.adapters.durable_files import write_atomically
 from loraplex.core.version import __version__
-from loraplex.execution.checking.trial import checked_precision, first_layers, trial_settings
+from loraplex.execution.checking.trial import checked_weights, first_layers, trial_settings
+from loraplex.execution.checking.tuning import Tuning
 from loraplex.execution.sizing.capacity import choose_dtype, choose_kv_dtype
 from loraplex.execution.sizing.settings import RunnerSettings
 from loraplex.kernels.shadow import Fault
+from loraplex.kernels.sizes import CANDIDATES, DEFAULT_SIZES
 from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     detail: str = ""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Findings about all ops that a model calls."""
 
     place: dict[str, str]
@@ -51,6 +52,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """That which the findings are about: the operator's, or what replaces it."""
     seconds: float
     """Time that the check took."""
+    tuning: Tuning = Tuning()
+    not_checked: tuple[str, ...] = ()
+    """What the server does that the check does not, by name."""
 
     @property
     def fallen(self) -> tuple[Finding, ...]:
@@ -59,8 +63,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     def report(self, finding: Finding) -> str:
         """Return one line for a report to the developers."""
-        place = ", ".join(f"{name} {value}" for name, value in self.place.items())
-        return f"op {finding.op} {finding.fault}: {finding.detail or 'no message'} ({place})"
+        fault = f"op {finding.op} {finding.fault}: {finding.detail or 'no message'}"
+        return f"{fault} ({self.described_place})"
+
+    @property
+    def described_place(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.place.items())
 
 
 def place_of(settings: RunnerSettings, spec: ModelSpec) -> dict[str, str]:
@@ -73,13 +81,14 @@ def place_of(settings: RunnerSettings, spec: ModelSpec) -> dict[str, str]:
         **versions,
         "dtype": str(dtype),
         "kv_dtype": str(choose_kv_dtype(settings, dtype)),
-        "weights": checked_precision(settings, spec).value,
+        "weights": checked_weights(settings, spec),
         "batch_invariant": str(settings.batch_invariant),
         "attention_backend": settings.attention_backend,
         "cuda_graphs": str(settings.cuda_graphs),
         "block_size": str(trial_settings(settings, spec).block_size),
         "max_rank": str(settings.rank_limits.largest),
         "shapes": hashlib.sha256(shapes.encode()).hexdigest()[:12],
+        "sizes": hashlib.sha256(repr((DEFAULT_SIZES, CANDIDATES)).encode()).hexdigest()[:12],
     }
 
 
@@ -124,29 +133,26 @@ class VerdictFolder:
             return None
         return verdict if verdict.place == dict(place) else None
 
-    def keep(self, verdict: Verdict) -> None:
-        """Write the verdict; where that is impossible, the next start checks again."""
-        file = self._file(verdict.place)
+    def keep(self, verdict: Verdict) -> bool:
+        """Write the verdict. False: that is impossible, and the next start checks again."""
         encoded = msgspec.json.format(msgspec.json.encode(verdict), indent=1)
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._path, delete=False) as written:
-                written.write(encoded)
-            os.replace(written.name, file)
+            write_atomically(self._file(verdict.place), [encoded])
         except OSError as error:
             logger.warning("the verdict about the kernels cannot be kept: %s", error)
+            return False
+        return True
 
     @contextlib.contextmanager
     def alone(self, place: Mapping[str, str]) -> Iterator[None]:
         """Return a block in which no other process is, such as another rank of this place."""
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            lock = self._file(place).with_suffix(".lock").open("w")
-        except OSError:
-            yield
-            return
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as held:
+            # Without locks, as on some network file systems, two processes check the same.
+            with contextlib.suppress(OSError):
+                self._path.mkdir(parents=True, exist_ok=True)
+                file = self._file(place).with_suffix(".lock")
+                lock = held.enter_context(file.open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _file(self, place: Mapping[str, str]) -> Path:

@@ -62,7 +62,10 @@ class _WeightSizes:
         precision = self._form.precision_of(place)
         num_outputs, num_inputs = place.shape
         num_outputs *= place.num_experts or 1
-        bits = self._stored_bits(place) or _BITS.get(precision, 8 * self._form.dtype.itemsize)
+        stored = (
+            None if self._stored is None else stored_bits(self._stored, place, self._form.dtype)
+        )
+        bits = stored or _BITS.get(precision, 8 * self._form.dtype.itemsize)
         self.num_bytes += int(num_outputs * num_inputs * bits) // 8
         try:
             block = num_inputs // max(1, place.num_blocks)
@@ -78,13 +81,13 @@ class _WeightSizes:
         self.num_bytes += taken_apart_bytes(place, self._form.dtype)
         return place
 
-    def _stored_bits(self, place: LinearPlace) -> float | None:
-        """Return the bits of a weight that is stored quantised; None: it is not, or is widened."""
-        stored = self._stored
-        if stored is None or place.is_choice or place.has_unit_rows:
-            return None
-        if place.is_lm_head and stored.method is not StoredMethod.GGUF:
-            return None
-        if stored.has_experts_alone and not place.num_experts:
-            return None
-        return stored.bits_in(str(self._form.dtype).removeprefix("torch."))
+
+def stored_bits(stored: StoredFormat, place: LinearPlace, dtype: torch.dtype) -> float | None:
+    """Return the bits of a weight that is stored quantised; None: it is not, or is widened."""
+    if place.is_choice or place.has_unit_rows:
+        return None
+    if place.is_lm_head and stored.method is not StoredMethod.GGUF:
+        return None
+    if stored.has_experts_alone and not place.num_experts:
+        return None
+    return stored.bits_in(str(dtype).removeprefix("torch."))

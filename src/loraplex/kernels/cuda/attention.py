@@ -29,6 +29,7 @@ from loraplex.kernels.ops import (
     RowLayout,
     Storage,
 )
+from loraplex.kernels.sizes import DEFAULT_SIZES, ProgramSizes
 
 __all__ = ("CudaAttention", "CudaAttentionPlan")
 
@@ -43,6 +44,7 @@ class CudaAttention:
         batch_invariant: bool,
         backend: str = "triton",
         accelerator: Accelerator | None = None,
+        sizes: ProgramSizes = DEFAULT_SIZES,
     ) -> None:
         """batch_invariant: a token's result has the same bits whatever else is in the step, and
         however its prompt was cut into chunks, in tables of one width (of any up to 8192
@@ -56,7 +58,7 @@ class CudaAttention:
         self._batch_invariant = batch_invariant
         self._backend = backend
         self._flashinfer: dict[AttentionShape, FlashInferAttention | None] = {}
-        self._slots = attention_launch.num_program_slots(device)
+        self._slots = attention_launch.num_program_slots(device, sizes.attention_programs)
         # At addresses that stay: a recorded step reads them.
         self._decode_tiles = functools.cache(lambda num_rows: decode_tiles(num_rows, device))
         self._slopes = functools.cache(
@@ -126,11 +128,8 @@ class CudaAttention:
             assert len(query) <= len(plan.rows.seq_lens), "row r computes token r"
         else:
             output[plan.num_tokens :].zero_()
-        if (
-            plan.flashinfer is not None
-            and plan.flashinfer.dtype == query.dtype
-            and sink_logits is None
-            and position_bias is None
+        if plan.flashinfer is not None and self._by_flashinfer(
+            query, plan, sink_logits, position_bias
         ):
             plan.flashinfer.attend(query, storage, output)
             return output
@@ -143,6 +142,33 @@ class CudaAttention:
         else:
             self._attend(launch)
         return output
+
+    def size_of(
+        self,
+        query: torch.Tensor,
+        storage: Storage,  # noqa: ARG002
+        plan: AttentionPlan,
+        sink_logits: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+    ) -> str | None:
+        """Return the name of the size that decides `attend`; None: there is none."""
+        assert isinstance(plan, CudaAttentionPlan)
+        decodes = plan.only_decodes or plan.decode_rows is not None
+        is_other = self._by_flashinfer(query, plan, sink_logits, position_bias)
+        if self._batch_invariant or not decodes or is_other:
+            return None
+        return "attention_programs"
+
+    @staticmethod
+    def _by_flashinfer(
+        query: torch.Tensor,
+        plan: CudaAttentionPlan,
+        sink_logits: torch.Tensor | None,
+        position_bias: torch.Tensor | None,
+    ) -> bool:
+        library = plan.flashinfer
+        is_served = library is not None and library.dtype == query.dtype
+        return is_served and sink_logits is None and position_bias is None
 
     def _attend(self, launch: AttentionLaunch) -> None:
         plan = launch.plan

@@ -28,8 +28,6 @@ from loraplex.kernels.ops import AttentionShape
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
-_PROGRAMS_PER_PROCESSOR = 2
-"""Decoding programs that fit a processor's shared memory at once."""
 _DEFAULT_PROCESSORS = 132
 """Where code is made for a card that is not there."""
 _INTERPRETED_PROCESSORS = 2
@@ -204,14 +202,14 @@ def tile_queries(shape: AttentionShape, *, batch_invariant: bool) -> int:
     return max(1, rows // (shape.num_heads // shape.num_kv_heads))
 
 
-def num_program_slots(device: torch.device) -> int:
-    """Programs of decoding that run at once."""
+def num_program_slots(device: torch.device, per_processor: int) -> int:
+    """Programs of decoding that run at once: some fit a processor's shared memory."""
     processors = _DEFAULT_PROCESSORS
     if device.type == "cpu":
         processors = _INTERPRETED_PROCESSORS
     elif torch.cuda.is_available():
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * _PROGRAMS_PER_PROCESSOR
+    return processors * per_processor
 
 
 def decode(launch: AttentionLaunch, row_list: torch.Tensor | None, slots: int) -> None:

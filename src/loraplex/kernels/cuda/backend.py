@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from loraplex.kernels.ops import (
 )
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.reference_attention import TilePlan
+from loraplex.kernels.sizes import DEFAULT_SIZES, ProgramSizes
 
 
 class CudaKernels(ReferenceKernels):
@@ -39,39 +41,54 @@ class CudaKernels(ReferenceKernels):
         batch_invariant: bool = False,
         attention_backend: str = "auto",
         channel: DeviceChannel | None = None,
+        sizes: ProgramSizes = DEFAULT_SIZES,
     ) -> None:
         """batch_invariant: a row's result has the same bits alone and in company; slower.
 
         attention_backend: as in RunnerSettings. channel: to the other ranks; None: there are none.
+        sizes: as a tuning on this card chose them.
         """
         device = accelerator.device
         super().__init__(device, channel)
         self.graphs = StepGraphs(accelerator)
         self.recording, self.forget_recorded = self.graphs.recording, self.graphs.clear
         sums = None if channel is None else RankSums(channel)
-        self._bind_products(device, sums, batch_invariant=batch_invariant)
+        self._bind_products(device, sums, sizes, batch_invariant=batch_invariant)
         attention = CudaAttention(
             device,
             batch_invariant=batch_invariant,
             backend=attention_backend,
             accelerator=accelerator,
+            sizes=sizes,
         )
+        self._deciding["paged_attention"] = attention.size_of
         self.allocate_kv, self.write_kv = attention.allocate, attention.write
         self.plan_attention, self.paged_attention = attention.plan, attention.attend
         self._bind_rows()
 
     def _bind_products(
-        self, device: torch.device, sums: RankSums | None, *, batch_invariant: bool
+        self,
+        device: torch.device,
+        sums: RankSums | None,
+        sizes: ProgramSizes,
+        *,
+        batch_invariant: bool,
     ) -> None:
-        linear = CudaLinear(device, batch_invariant=batch_invariant, sums=sums)
+        linear = CudaLinear(device, batch_invariant=batch_invariant, sums=sums, sizes=sizes)
         self.pack_linear, self.takes_quantized = linear.pack, linear.takes
         self.linear_parts, self.join_linear = linear.parts, linear.join
         self.linear, self.linear_apart = linear.apply, linear.apply_apart
         self.squared_row_norms, self.weight_rows = squared_row_norms, linear.rows
-        grouped = GroupedLinear(device, batch_invariant=batch_invariant, sums=sums)
+        grouped = GroupedLinear(device, batch_invariant=batch_invariant, sums=sums, sizes=sizes)
         self.grouped_linear = grouped.apply
-        lora = CudaLora(device, batch_invariant=batch_invariant, sums=sums)
+        lora = CudaLora(device, batch_invariant=batch_invariant, sums=sums, sizes=sizes)
         self.add_lora, self.add_expert_lora = lora.add, lora.add_experts
+        self._deciding: dict[str, Callable[..., str | None]] = {
+            "linear": linear.size_of,
+            "grouped_linear": grouped.size_of,
+            "add_lora": lora.size_of,
+            "add_expert_lora": lora.size_of,
+        }
         if sums is not None:
             self.gather_columns = sums.columns
 
@@ -93,6 +110,10 @@ class CudaKernels(ReferenceKernels):
         self.argmax, self.apply_bitmask = sampling.argmax, sampling.apply_bitmask
         self.draw_tokens = sampling.draw_tokens
         self.top_logprobs = sampling.top_logprobs
+
+    def size_of(self, op: str, arguments: Sequence[Any]) -> str | None:
+        deciding = self._deciding.get(op)
+        return None if deciding is None else deciding(*arguments)
 
     def plan_latent_attention(
         self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules

@@ -16,7 +16,7 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.kernels import quantization
 from loraplex.kernels.accelerator import keeps_products_in_registers
 from loraplex.kernels.cuda.linear_packing import CudaWeight
-from loraplex.kernels.cuda.linear_products import ProductTile, quantize_fp8_rows
+from loraplex.kernels.cuda.linear_products import quantize_fp8_rows
 from loraplex.kernels.cuda.programs.grouped_linear import (
     grouped_linear,
     grouped_quantized_linear,
@@ -24,6 +24,7 @@ from loraplex.kernels.cuda.programs.grouped_linear import (
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import PackedLinear
 from loraplex.kernels.routing import Routes
+from loraplex.kernels.sizes import DEFAULT_SIZES, ProductTile, ProgramSizes
 
 _FEW_ROWS = 8
 """Rows of an expert, on average, up to which tiles are as small as matrix units allow."""
@@ -41,19 +42,21 @@ class _Tiles:
     some: ProductTile
     many: ProductTile
 
-    def pick(self, rows_per_expert: float, *, is_fixed: bool) -> ProductTile:
-        if is_fixed:
-            return self.some
-        if rows_per_expert <= _FEW_ROWS:
-            return self.few
-        return self.some if rows_per_expert <= _SOME_ROWS else self.many
+
+def _rows_name(rows_per_expert: float, *, is_fixed: bool) -> str:
+    """Return the name of the tile for so many rows, as _Tiles has it."""
+    if is_fixed:
+        return "some"
+    if rows_per_expert <= _FEW_ROWS:
+        return "few"
+    return "some" if rows_per_expert <= _SOME_ROWS else "many"
 
 
-_NARROW = _Tiles(
-    ProductTile(rows=16, outputs=64, num_warps=4, num_stages=4),
-    ProductTile(rows=64, outputs=64, num_warps=4, num_stages=4),
-    ProductTile(rows=128, outputs=128, num_warps=8, num_stages=3),
-)
+def _narrow(sizes: ProgramSizes) -> _Tiles:
+    return _Tiles(sizes.few_experts, sizes.some_experts, sizes.many_experts)
+
+
+_NARROW = _narrow(DEFAULT_SIZES)
 # Factors become float16 in registers, where larger tiles of them do not fit.
 _FP8 = dataclasses.replace(_NARROW, many=_NARROW.some)
 # Products of float32 are no matrix instructions: small tiles keep the factors in registers.
@@ -81,7 +84,12 @@ class GroupedLinear:
     """Applies packed weights of experts to the rows of pairs. The sums are float32."""
 
     def __init__(
-        self, device: torch.device, *, batch_invariant: bool, sums: RankSums | None = None
+        self,
+        device: torch.device,
+        *,
+        batch_invariant: bool,
+        sums: RankSums | None = None,
+        sizes: ProgramSizes = DEFAULT_SIZES,
     ) -> None:
         """batch_invariant: a row's bits do not depend on the other rows; slower.
 
@@ -90,6 +98,7 @@ class GroupedLinear:
         self._sums = sums
         self._is_fixed = batch_invariant
         self._is_host = device.type == "cpu"
+        self._narrow = _narrow(sizes)
         self._quantized = _QUANTIZED
         if keeps_products_in_registers(device):
             self._quantized = dataclasses.replace(_QUANTIZED, many=_QUANTIZED.some)
@@ -125,6 +134,14 @@ class GroupedLinear:
         _launch(y, x, row_scales, packed, routes, tile)
         return y
 
+    def size_of(self, x: torch.Tensor, packed: PackedLinear, routes: Routes) -> str | None:
+        """Return the name of the size that decides `apply`; None: a constant."""
+        assert isinstance(packed, CudaWeight)
+        if packed.precision is not WeightPrecision.NATIVE or x.dtype == torch.float32:
+            return None
+        rows = len(routes.pairs) / packed.num_experts
+        return f"{_rows_name(rows, is_fixed=self._is_fixed)}_experts"
+
     def _tile(self, num_pairs: int, packed: CudaWeight, dtype: torch.dtype) -> ProductTile:
         if packed.precision is WeightPrecision.FP8:
             tiles = _FP8
@@ -132,12 +149,14 @@ class GroupedLinear:
             tiles = _WIDE
         else:
             is_native = packed.precision is WeightPrecision.NATIVE
-            tiles = _NARROW if is_native else self._quantized
+            tiles = self._narrow if is_native else self._quantized
             if packed.table is not None:
                 tiles = dataclasses.replace(tiles, many=tiles.some)
             if packed.offsets is not None:
                 tiles = _OFFSETS
-        return tiles.pick(num_pairs / packed.num_experts, is_fixed=self._is_fixed)
+        name = _rows_name(num_pairs / packed.num_experts, is_fixed=self._is_fixed)
+        tile: ProductTile = getattr(tiles, name)
+        return tile
 
 
 def _launch(

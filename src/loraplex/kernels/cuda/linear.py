@@ -15,6 +15,7 @@ from loraplex.kernels.cuda.linear_products import ScaledLinear, check_fp8, fixed
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.ops import LinearParts, PackedLinear
 from loraplex.kernels.quantization import GROUP_SIZES, QuantizedWeight, StoredNumbers
+from loraplex.kernels.sizes import DEFAULT_SIZES, ProgramSizes
 
 PACKED_LAYOUT = "cuda-4"
 """Layout of CudaWeight's tensors; the name changes whenever they do."""
@@ -26,7 +27,12 @@ class CudaLinear:
     """Packs weights and applies them. The sums are float32 whatever the types."""
 
     def __init__(
-        self, device: torch.device, *, batch_invariant: bool, sums: RankSums | None = None
+        self,
+        device: torch.device,
+        *,
+        batch_invariant: bool,
+        sums: RankSums | None = None,
+        sizes: ProgramSizes = DEFAULT_SIZES,
     ) -> None:
         """batch_invariant: no result depends on the number of rows, to the bit; slower.
 
@@ -39,8 +45,9 @@ class CudaLinear:
             # Else cuBLAS may add the parts of a split sum in 16 bits.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        self._scaled = ScaledLinear(device, batch_invariant=batch_invariant)
-        self._fp8_linear = fp8_product(device, batch_invariant=batch_invariant)
+        self._sizes = sizes
+        self._scaled = ScaledLinear(device, batch_invariant=batch_invariant, sizes=sizes)
+        self._fp8_linear = fp8_product(device, batch_invariant=batch_invariant, sizes=sizes)
 
     def pack(
         self,
@@ -119,13 +126,21 @@ class CudaLinear:
         match packed.precision:
             case WeightPrecision.NATIVE:
                 if self._is_fixed:
-                    return fixed_linear(x, packed, dtype=dtype)
+                    return fixed_linear(x, packed, dtype=dtype, tile=self._sizes.invariant)
                 if dtype == x.dtype:
                     return functional.linear(x, packed.weight, packed.bias)
                 return self._wide_product(x, packed)
             case WeightPrecision.FP8:
                 return self._fp8_linear(x, packed, dtype)
         return self._scaled.apply(x, packed, dtype)
+
+    def size_of(self, x: torch.Tensor, packed: PackedLinear) -> str | None:
+        """Return the name of the size that decides `apply`; None: there is none."""
+        assert isinstance(packed, CudaWeight)
+        match packed.precision:
+            case WeightPrecision.NATIVE | WeightPrecision.FP8:
+                return "invariant" if self._is_fixed and x.dtype != torch.float32 else None
+        return self._scaled.size_of(len(x), x.dtype, packed)
 
     def _wide_product(self, x: torch.Tensor, packed: CudaWeight) -> torch.Tensor:
         """x [T, in] of 16 bits -> [T, out] float32, as it was summed."""

@@ -12,7 +12,6 @@ request feels another.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -24,49 +23,26 @@ from loraplex.kernels.cuda.programs.linear import invariant_linear, quantize_row
 from loraplex.kernels.cuda.programs.linear_quantized import add_splits, quantized_linear
 from loraplex.kernels.quantization import FP8_DTYPE, FP8_MAX, SMALLEST_ROW, QuantizedWeight
 from loraplex.kernels.quantization import fp8_linear as reference_linear
+from loraplex.kernels.sizes import (
+    DECODE_ROWS,
+    DEFAULT_SIZES,
+    FEW_ROWS,
+    ProductTile,
+    ProgramSizes,
+)
 
-_TILES_TOGETHER = 8
 _ADDED_AT_ONCE = 256
 _MAX_SPLITS = 16
 _LEAST_BLOCKS = 4
 """Minimum blocks of a split: fewer do not fill the pipeline of loads."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ProductTile:
-    """How one program computes some rows and outputs."""
-
-    rows: int
-    outputs: int
-    num_warps: int
-    num_stages: int
-    programs: int = 1
-    """A sum is split until there are so many programs; 1: never."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {
-            "BLOCK_M": self.rows,
-            "BLOCK_N": self.outputs,
-            "GROUP_M": _TILES_TOGETHER,
-            "num_warps": self.num_warps,
-            "num_stages": self.num_stages,
-        }
-
-    def count(self, num_rows: int, num_outputs: int) -> int:
-        return -(-num_rows // self.rows) * -(-num_outputs // self.outputs)
-
-
-_DECODE = ProductTile(rows=16, outputs=128, num_warps=4, num_stages=4, programs=264)
-_FEW_ROWS = ProductTile(rows=64, outputs=64, num_warps=4, num_stages=3, programs=264)
-_MANY_ROWS = ProductTile(rows=128, outputs=128, num_warps=8, num_stages=2, programs=132)
 # Products of float32 are no matrix instructions: small tiles keep the factors in registers.
 _WIDE = ProductTile(rows=16, outputs=32, num_warps=4, num_stages=3, programs=512)
 # Sums of inputs, and addresses of a table, need registers: tiles are smaller, or have more threads.
-_OFFSETS = dataclasses.replace(_FEW_ROWS, num_warps=8, num_stages=2)
+_OFFSETS = ProductTile(rows=64, outputs=64, num_warps=8, num_stages=2, programs=264)
 _WIDE_TABLE = dataclasses.replace(_WIDE, num_warps=8, num_stages=2)
 
-_DENSE = ProductTile(rows=64, outputs=64, num_warps=4, num_stages=4)
 _DENSE_INPUTS = 64
 _DENSE_WIDE = ProductTile(rows=32, outputs=32, num_warps=4, num_stages=3)
 _DENSE_WIDE_INPUTS = 32
@@ -78,14 +54,15 @@ def fixed_linear(
     *,
     row_scales: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    tile: ProductTile = DEFAULT_SIZES.invariant,
 ) -> torch.Tensor:
     """x [T, in] -> [T, out] with a weight of x's type; a row's bits do not depend on T.
 
-    row_scales [T] and dtype, that of the result: where x is float8.
+    row_scales [T] and dtype, that of the result: where x is float8. tile: of 16 bits and float8.
     """
     num_rows = x.shape[0]
     y = torch.empty(num_rows, packed.out_features, dtype=dtype or x.dtype, device=x.device)
-    tile, inputs = _DENSE, _DENSE_INPUTS
+    inputs = _DENSE_INPUTS
     if x.dtype == torch.float32:
         tile, inputs = _DENSE_WIDE, _DENSE_WIDE_INPUTS
     invariant_linear[(tile.count(num_rows, packed.out_features),)](
@@ -104,10 +81,13 @@ def fixed_linear(
 class ScaledLinear:
     """Products with weights of int8 and int4."""
 
-    def __init__(self, device: torch.device, *, batch_invariant: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, batch_invariant: bool, sizes: ProgramSizes = DEFAULT_SIZES
+    ) -> None:
         """batch_invariant: a row's bits do not depend on how many there are."""
         self._is_fixed = batch_invariant
-        self._many_rows = _FEW_ROWS if keeps_products_in_registers(device) else _MANY_ROWS
+        self._sizes = sizes
+        self._has_small_tiles = keeps_products_in_registers(device)
 
     def apply(self, x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
         """x [T, in] -> [T, out] of this dtype."""
@@ -129,17 +109,25 @@ class ScaledLinear:
         )
         return y
 
-    def _tile(self, num_rows: int, dtype: torch.dtype, packed: CudaWeight) -> ProductTile:
+    def size_of(self, num_rows: int, dtype: torch.dtype, packed: CudaWeight) -> str | None:
+        """Return the name of the size that decides the tiles of a product; None: a constant."""
         if dtype == torch.float32:
+            return None
+        if num_rows <= DECODE_ROWS and not self._is_fixed:
+            return "decode"
+        if packed.offsets is not None or packed.table is not None:
+            return None
+        is_few = num_rows <= FEW_ROWS or self._is_fixed or self._has_small_tiles
+        return "few_rows" if is_few else "many_rows"
+
+    def _tile(self, num_rows: int, dtype: torch.dtype, packed: CudaWeight) -> ProductTile:
+        name = self.size_of(num_rows, dtype, packed)
+        if name is not None:
+            tile: ProductTile = getattr(self._sizes, name)
+        elif dtype == torch.float32:
             tile = _WIDE if packed.table is None else _WIDE_TABLE
-        elif num_rows <= _DECODE.rows and not self._is_fixed:
-            tile = _DECODE
-        elif packed.offsets is not None:
-            tile = _OFFSETS
-        elif num_rows <= _FEW_ROWS.rows or self._is_fixed or packed.table is not None:
-            tile = _FEW_ROWS
         else:
-            tile = self._many_rows
+            tile = DEFAULT_SIZES.few_rows if packed.offsets is None else _OFFSETS
         return dataclasses.replace(tile, programs=1) if self._is_fixed else tile
 
 
@@ -193,11 +181,14 @@ Fp8Product = Callable[[torch.Tensor, CudaWeight, torch.dtype], torch.Tensor]
 """x [T, in] of 16 or 32 bits -> [T, out] of x's type, or float32."""
 
 
-def fp8_product(device: torch.device, *, batch_invariant: bool) -> Fp8Product:
+def fp8_product(
+    device: torch.device, *, batch_invariant: bool, sizes: ProgramSizes = DEFAULT_SIZES
+) -> Fp8Product:
     """What multiplies there; in torch on a CPU, where every sum is exact."""
     if device.type == "cpu":
         return _exact_linear
-    return _fixed_linear if batch_invariant else _cublas_linear
+    fixed = functools.partial(_fixed_linear, tile=sizes.invariant)
+    return fixed if batch_invariant else functools.partial(_cublas_linear, fixed=fixed)
 
 
 def check_fp8(weight: torch.Tensor) -> None:
@@ -232,10 +223,12 @@ def quantize_fp8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, scales
 
 
-def _cublas_linear(x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
-    """torch has bfloat16 results only where rows and columns are scaled."""
+def _cublas_linear(
+    x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype, *, fixed: Fp8Product
+) -> torch.Tensor:
+    """torch has bfloat16 results only where rows and columns are scaled. fixed: for float32."""
     if dtype != x.dtype:
-        return _fixed_linear(x, packed, dtype)
+        return fixed(x, packed, dtype)
     rows, row_scales = quantize_fp8_rows(x)
     assert packed.scales is not None
     is_fused = x.dtype == torch.bfloat16
@@ -252,10 +245,12 @@ def _cublas_linear(x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> t
     return y
 
 
-def _fixed_linear(x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:
+def _fixed_linear(
+    x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype, *, tile: ProductTile
+) -> torch.Tensor:
     """float8 made float16, which is exact, in tiles that do not depend on T."""
     rows, row_scales = quantize_fp8_rows(x)
-    return fixed_linear(rows, packed, row_scales=row_scales, dtype=dtype)
+    return fixed_linear(rows, packed, row_scales=row_scales, dtype=dtype, tile=tile)
 
 
 def _exact_linear(x: torch.Tensor, packed: CudaWeight, dtype: torch.dtype) -> torch.Tensor:

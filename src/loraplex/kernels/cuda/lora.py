@@ -64,15 +64,13 @@ from loraplex.kernels.cuda.programs.lora_matrix import expand_many, shrink_many
 from loraplex.kernels.cuda.ranks import RankSums
 from loraplex.kernels.lora import FEW_TOKENS, LoraBatch, LoraPlace, lora_segments, vector_uses
 from loraplex.kernels.routing import Routes
+from loraplex.kernels.sizes import DEFAULT_SIZES, ProgramSizes
 
 _RANKS = 16
 """Ranks that a program takes at a time, of few tokens."""
 
 _WIDTH_BYTES = 512
 """Inputs or outputs of a program for few tokens: 16 bytes for each thread of a warp."""
-
-_MOST_SPLITS_OF_FEW = 32
-"""The expanding program reads the sums of all splits."""
 
 FEWEST_ROWS = 16
 """Minimum rows of a matrix for matrix units."""
@@ -99,9 +97,15 @@ class CudaLora:
     """Remembers the fused linear layers that it has seen."""
 
     def __init__(
-        self, device: torch.device, *, batch_invariant: bool, sums: RankSums | None = None
+        self,
+        device: torch.device,
+        *,
+        batch_invariant: bool,
+        sums: RankSums | None = None,
+        sizes: ProgramSizes = DEFAULT_SIZES,
     ) -> None:
         """sums: over the ranks of a row layer; None: there is one rank."""
+        self._most_splits = sizes.lora_splits
         self._device = device
         self._sums = sums
         self._batch_invariant = batch_invariant
@@ -149,6 +153,21 @@ class CudaLora:
         else:
             _add_many_of_experts(y, x, work, routes)
 
+    def size_of(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        batch: LoraBatch,
+        *places: Routes | LoraPlace,
+    ) -> str | None:
+        """Return the name of the size that decides `add`, or `add_experts`; None: a constant."""
+        place, num_tokens = places[-1], len(x)
+        assert isinstance(place, LoraPlace)
+        if isinstance(places[0], Routes):
+            num_tokens = len(places[0].experts)
+        is_few = self.takes_few(self.work(y, x, batch, place, num_tokens=num_tokens))
+        return "lora_splits" if is_few else None
+
     def takes_few(self, work: LoraWork) -> bool:
         """Whether rows are computed one by one, and not by matrix units."""
         is_few = work.segments.longest <= FEW_TOKENS
@@ -183,6 +202,7 @@ class CudaLora:
             unit=batch.table.alignment,
             max_rank=triton.cdiv(batch.table.max_rank, MATRIX_RANKS) * MATRIX_RANKS,
             sums=self._sums if place.num_blocks else None,
+            most_splits=self._most_splits,
         )
 
 
@@ -209,7 +229,7 @@ def few_tiles(work: LoraWork) -> FewTiles:
     width = _WIDTH_BYTES // work.pool.itemsize
     block_k = min(width, triton.next_power_of_2(linear.in_features))
     block_n = min(width, triton.next_power_of_2(max(linear.out_features)))
-    num_blocks = triton.cdiv(linear.in_features, block_k * _MOST_SPLITS_OF_FEW)
+    num_blocks = triton.cdiv(linear.in_features, block_k * work.most_splits)
     num_splits = triton.cdiv(linear.in_features, block_k * num_blocks)
     options = {"BLOCK_R": _RANKS, "num_warps": 1}
     shrink = options | {"NUM_SPLITS": num_splits, "NUM_BLOCKS": num_blocks, "BLOCK_K": block_k}

@@ -53,6 +53,8 @@ class LoraWork:
     """Rounded up to what a program takes at a time."""
     sums: RankSums | None
     """Sums over the ranks that have a part of the inputs each; None: this one has all."""
+    most_splits: int
+    """Maximum splits of the inputs, where rows are computed one by one."""
 
     @property
     def num_modules(self) -> int:

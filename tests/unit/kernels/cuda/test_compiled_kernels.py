@@ -74,7 +74,7 @@ LIMITS = {
     "add_splits": Limit(48, 1.0),
     "add_shares": Limit(48, 1.0),
     "quantize_rows": Limit(48, 1.0),
-    "invariant_linear": Limit(128, 0.35),
+    "invariant_linear": Limit(136, 0.25),
     # Experts
     "choose_experts": Limit(80),
     "sort_pairs": Limit(96),
@@ -101,6 +101,7 @@ LIMITS = {
 }
 
 SHARES_OF_CASES = {
+    "decode 16x64": {"quantized_linear": 0.45},
     "int8 kv": {"decode_grouped": 0.3, "prefill": 0.25, "attend_chunks": 0.4},
     "fp8": {"grouped_linear": 0.25},
     "int4": {"grouped_quantized_linear": 0.45},
