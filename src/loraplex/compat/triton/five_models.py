@@ -63,7 +63,7 @@ _TOKENS: Final[Mapping[str, str]] = MappingProxyType(
 def scheduling_text() -> str:
     """The field ensemble_scheduling of the ensemble's config.pbtxt."""
     prepared = {name: f"_{name}" for name in _PREPARED.values()}
-    shown = {n: n for n in ENSEMBLE.outputs_by_name if n in TENSORRT_LLM.outputs_by_name}
+    shown = {n.name: n.name for n in TENSORRT_LLM.declared_outputs if n in ENSEMBLE.outputs}
     tokens = {name: f"_{inner}" for name, inner in _TOKENS.items()}
     decoded = {inner: f"_{inner}" for inner in _TOKENS.values()}
     steps = (

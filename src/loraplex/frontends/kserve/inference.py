@@ -161,7 +161,7 @@ class Inference(ResponseStream):
         self._recording = recording
         self._is_streamed = generations[0].is_streamed
         self._batch = [
-            [SequenceSoFar(generation, index) for index in range(generation.request.sampling.n)]
+            [SequenceSoFar(generation, index) for index in range(generation.num_sequences)]
             for generation in generations
         ]
         self._num_running = len(streams)
@@ -300,6 +300,7 @@ class Inference(ResponseStream):
             completion.begin(output.prompt_token_ids, output.num_encoder_tokens)
             if output.prompt_logits:
                 completion.prompt_logits += output.prompt_logits
+            completion.pooled = output.pooled
             completion.timing = output.timing
         for sequence in output.sequences:
             completions[sequence.index].add(sequence)

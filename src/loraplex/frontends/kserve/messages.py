@@ -73,6 +73,8 @@ class OneResponse(ResponseStream):
 
 
 REQUEST_TYPE: Final = "request_type"
+DIMENSIONS: Final = "dimensions"
+PROMPT_NAME: Final = "prompt_name"
 
 # As Triton, its clients and we know them. Others are sampling parameters of a model of the vLLM
 # backend, and mean nothing to other models.
@@ -81,6 +83,13 @@ REQUEST_PARAMETERS: Final = (
     Feature("timeout", note="microseconds until the request is given up", form="integer"),
     Feature("binary_data_output", note="all outputs as binary data", form="boolean"),
     Feature("adapters", note="names of adapters, with weights", form="string", is_ours=True),
+    Feature(DIMENSIONS, note="length of the output `embedding`", form="integer", is_ours=True),
+    Feature(
+        PROMPT_NAME,
+        note="prompt of the model folder before the text, for the output `embedding`",
+        form="string",
+        is_ours=True,
+    ),
     Feature(
         REQUEST_TYPE,
         Support.REFUSED,

@@ -64,6 +64,12 @@ from loraplex.frontends.kserve.models.convert import (
 from loraplex.frontends.kserve.models.inputs import Inputs, check_requested, read_inputs
 from loraplex.frontends.kserve.models.kinds import BLS, ENSEMBLE, TENSORRT_LLM, BackendDialect
 from loraplex.frontends.kserve.models.model_control import ModelControl
+from loraplex.frontends.kserve.models.pooled import (
+    check_not_pooled,
+    convert_pooled,
+    is_pooled,
+    pooled_output,
+)
 from loraplex.frontends.kserve.models.triton_model import (
     ModelDeclaration,
     ModelOptions,
@@ -172,7 +178,9 @@ class TritonService:
             if request.requested:
                 check_requested(model.kind, model.name, request.requested)
             elements = read_inputs(
-                model.kind, model.name, request.inputs, max_batch_size=model.max_batch_size
+                *(model.kind, model.name, request.inputs),
+                max_batch_size=model.max_batch_size,
+                is_pooled=bool(request.requested) and is_pooled(request.requested),
             )
             _check_num_responses(model, elements)
             if elements and elements[0].first("stop"):
@@ -307,9 +315,14 @@ def converted(
         priority=_priority(request) if parameters else 0,
         logit_bytes=request.logit_bytes,
     )
-    if model.kind.dialect is BackendDialect.VLLM:
-        if model.options.checks_health and not backend.model_ready(head.model):
-            raise NotReadyError("Model is unavailable due to unhealthy vLLM engine")
+    is_vllm = model.kind.dialect is BackendDialect.VLLM
+    if is_vllm and model.options.checks_health and not backend.model_ready(head.model):
+        raise NotReadyError("Model is unavailable due to unhealthy vLLM engine")
+    if (request.requested or is_vllm) and (output := pooled_output(inputs, request.requested)):
+        return convert_pooled(inputs, model, head, parameters, output)
+    if parameters:
+        check_not_pooled(parameters)
+    if is_vllm:
         return convert_vllm(inputs, model, head, parameters)
     if model.kind.name == BLS.name:
         _check_bls(inputs, model.options)

@@ -94,6 +94,13 @@ class TritonGeneration(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     generation_logits_datatype: str = "FP32"
     comes_together: bool = False
     """All its sequences stand in every response."""
+    pooled_output: str = ""
+    """Output that has the value of the prompt; empty: the request generates."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences in the responses."""
+        return 1 if self.pooled_output else self.request.sampling.n
 
 
 def convert(
@@ -112,7 +119,7 @@ def convert(
         *(inputs, card, end_id, texts.encode),
         skip_special_tokens=options.skips_special_tokens,
     )
-    inline_adapter, choices = _adapters(inputs, parameters.get("adapters", ""))
+    inline_adapter, choices = request_adapters(inputs, parameters.get("adapters", ""), options)
     sent = inputs.tensors
     wishes: dict[str, Any] = {
         field: inputs.first(field, default=False) for field in sent if field in _WISHES
@@ -121,7 +128,7 @@ def convert(
     repeats_prompt = not (wishes["excludes_input"] or wishes.get("is_streamed"))
     request = GenerateRequest(
         **msgspec.structs.asdict(head),
-        prompt=_prompt(inputs, card, options),
+        prompt=prompt_of(inputs, card, options),
         decoder_prompt=_decoder_prompt(inputs, card),
         task=Generate(sampling),
         adapters=choices,
@@ -129,12 +136,6 @@ def convert(
         retention=None if _RETENTION.isdisjoint(sent) else _retention(inputs),
         repeated_bytes=REPEATED_BYTES * repeats_prompt,
     )
-    if (inline_adapter is not None or choices) and not options.lora_enabled:
-        raise InvalidParameterError(
-            "LoRA is not enabled for this model: its engine was built without a LoRA plugin; build "
-            "it with --lora_plugin, or leave the lora_ inputs out",
-            param="lora_task_id",
-        )
     return TritonGeneration(
         request=request,
         inline_adapter=inline_adapter,
@@ -173,18 +174,18 @@ _WISHES = frozenset(
 _ADAPTER = frozenset({"lora_task_id", "lora_weights", "lora_config"})
 
 
-def _adapters(
-    inputs: Inputs, parameter: Parameter
+def request_adapters(
+    inputs: Inputs, parameter: Parameter, options: ModelOptions
 ) -> tuple[InlineAdapter | None, tuple[AdapterChoice, ...]]:
     """Return an inline adapter, and the adapters of the parameter or of lora_task_id.
 
     TensorRT-LLM's error text has lora_keys, the old name of lora_config.
     """
     choices = read_adapters(parameter) if parameter != "" else ()
-    if _ADAPTER.isdisjoint(inputs.tensors):
-        return None, choices
-    weights, config = inputs.tensor("lora_weights"), inputs.tensor("lora_config")
-    task_id = inputs.first("lora_task_id")
+    weights, config, task_id = None, None, None
+    if not _ADAPTER.isdisjoint(inputs.tensors):
+        weights, config = inputs.tensor("lora_weights"), inputs.tensor("lora_config")
+        task_id = inputs.first("lora_task_id")
     if (weights is None) is not (config is None):
         missing = "lora_weights" if weights is None else "lora_config"
         raise InvalidTensorError(
@@ -199,10 +200,19 @@ def _adapters(
             "of them into 'adapters'",
             param="adapters",
         )
+    inline_adapter = None
     if weights is not None and config is not None:
         tensors = _request_tensor(weights), _request_tensor(config)
-        return InlineAdapter(task_id=task_id, weights=tensors[0], config=tensors[1]), choices
-    return None, choices if task_id is None else (AdapterChoice(ByTaskId(task_id)),)
+        inline_adapter = InlineAdapter(task_id=task_id, weights=tensors[0], config=tensors[1])
+    elif task_id is not None:
+        choices = (AdapterChoice(ByTaskId(task_id)),)
+    if (inline_adapter is not None or choices) and not options.lora_enabled:
+        raise InvalidParameterError(
+            "LoRA is not enabled for this model: its engine was built without a LoRA plugin; build "
+            "it with --lora_plugin, or leave the lora_ inputs out",
+            param="lora_task_id",
+        )
+    return inline_adapter, choices
 
 
 def read_adapters(parameter: Parameter) -> tuple[AdapterChoice, ...]:
@@ -226,7 +236,8 @@ def _request_tensor(tensor: Tensor) -> RequestTensor:
 # ---------------------------------------------------------------- the prompt
 
 
-def _prompt(inputs: Inputs, card: ModelCard, options: ModelOptions) -> str | tuple[int, ...]:
+def prompt_of(inputs: Inputs, card: ModelCard, options: ModelOptions) -> str | tuple[int, ...]:
+    """Return the text, or the token ids. Raises InvalidTensorError if it is empty."""
     if inputs.kind.takes_text:
         text = "".join(inputs.texts("text_input"))
         if not text:

@@ -64,12 +64,18 @@ class Inputs(msgspec.Struct, frozen=True, eq=False):
 
 
 def read_inputs(
-    kind: ModelKind, model: str, tensors: Sequence[Tensor], *, max_batch_size: int
+    kind: ModelKind,
+    model: str,
+    tensors: Sequence[Tensor],
+    *,
+    max_batch_size: int,
+    is_pooled: bool = False,
 ) -> list[Inputs]:
     """Check every tensor and split the batch. Raises InvalidTensorError, UnsupportedFeatureError.
 
     max_batch_size 0: the tensors have no batch dimension, and there is one element. A stop request
-    may lack the required tensors: it needs none of them.
+    may lack the required tensors, as it needs none of them; so may a pooled one, which generates
+    nothing: its conversion refuses an empty prompt.
     """
     has_batch = max_batch_size > 0
     sent = _sent(kind, model, tensors, has_batch)
@@ -84,7 +90,7 @@ def read_inputs(
         raise _wrong_batch(model, [tensor for _, tensor in sent.values()], max_batch_size)
     elements = [Inputs(kind, used, index, batch_size) for index in range(batch_size)]
     missing = [name for name in kind.required_inputs if name not in sent]
-    if missing and not (elements and elements[0].first("stop")):
+    if missing and not (elements and (is_pooled or elements[0].first("stop"))):
         raise _missing(kind, model, sent, missing)
     return elements
 

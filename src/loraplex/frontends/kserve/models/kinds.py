@@ -73,14 +73,17 @@ class OutputSpec:
     """False: it comes if its input did, but metadata does not show it: an older one."""
     never_why: str = ""
     """Why it is declared and never comes."""
+    note: str = ""
+    """Meaning of an output of ours, which comes only if a client names it."""
     other_datatypes: tuple[str, ...] = ()
     """Data types that a configuration may declare instead; the output then has that one."""
 
     @property
     def feature(self) -> Feature:
         support = Support.NO_EFFECT if self.never_why else Support.WORKS
-        note = f"never comes: {self.never_why}" if self.never_why else ""
-        return Feature(self.name, support, note, f"{self.datatype} {list(self.dims)}")
+        note = f"never comes: {self.never_why}" if self.never_why else self.note
+        form = f"{self.datatype} {list(self.dims)}"
+        return Feature(self.name, support, note, form, is_ours=bool(self.note))
 
 
 class BackendDialect(enum.Enum):
@@ -224,6 +227,17 @@ CACHE_OUTPUTS = (
 )
 _IMAGE_DIMS = (-1, -1, -1, -1)
 
+EMBEDDING: Final = OutputSpec(
+    *("embedding", "FP32", (-1,)),
+    is_declared=False,
+    note="if requested by name, instead of all others: the vector of the prompt",
+)
+PROBABILITIES: Final = OutputSpec(
+    *("probabilities", "FP32", (-1,)),
+    is_declared=False,
+    note="if requested by name, instead of all others: those of the classification head's labels",
+)
+
 # ---------------------------------------------------------------- TensorRT-LLM backend of May 2025
 
 # Names, types, dimensions and order are those of its repository, and `return_num_*_tokens` of its
@@ -327,6 +341,7 @@ TENSORRT_LLM: Final = ModelKind(
         *TIMING_OUTPUTS,
         OutputSpec("num_input_tokens", "INT32"),
         OutputSpec("num_output_tokens", "INT32"),
+        *(EMBEDDING, PROBABILITIES),
     ),
     takes_text=False,
     ends_by_default=False,
@@ -380,6 +395,7 @@ ENSEMBLE: Final = ModelKind(
         *SEQUENCE_OUTPUTS,
         *CACHE_OUTPUTS,
         *TIMING_OUTPUTS,
+        *(EMBEDDING, PROBABILITIES),
     ),
     takes_text=True,
     ends_by_default=True,
@@ -523,7 +539,7 @@ VLLM: Final = ModelKind(
         used("return_logprobs", "BOOL"),
         used("return_num_input_tokens", "BOOL"),
         used("return_num_output_tokens", "BOOL"),
-        refused("embedding_request", "BYTES", reason="embeddings", neutral=(b"",)),
+        used("embedding_request", "BYTES"),
     ),
     outputs=(
         OutputSpec("text_output", "BYTES", (-1,)),
@@ -532,6 +548,7 @@ VLLM: Final = ModelKind(
         OutputSpec("logprobs", "BYTES", (-1,)),
         OutputSpec("num_input_tokens", "UINT32"),
         OutputSpec("num_output_tokens", "UINT32", (-1,)),
+        *(EMBEDDING, PROBABILITIES),
     ),
     takes_text=True,
     ends_by_default=True,

@@ -65,6 +65,8 @@ class SequenceSoFar(msgspec.Struct, eq=False):
     prompt_logits: tuple[Logits, ...] = ()
     timing: RequestTiming | None = None
     """Once the whole request has ended."""
+    pooled: bytes = b""
+    """Value of the prompt of a pooled request: float32, little-endian."""
 
     def begin(self, prompt_token_ids: Sequence[int], num_encoder_tokens: int = 0) -> None:
         """Take the prompt into the completion, if the client wants to see it there.
@@ -202,8 +204,27 @@ def output_tensors(
     ]
 
 
+def _pooled(batch: Batch) -> list[Tensor]:
+    """Values of prompts [batch, longest]: zeros follow those of heads with fewer labels.
+
+    A request that was stopped before has none. As text they are a JSON list.
+    """
+    name = batch[0][0].generation.pooled_output
+    rows = [np.frombuffer(completions[0].pooled, "<f4") for completions in batch]
+    if not all(map(len, rows)):
+        return []
+    if name == "text_output":
+        return [strings(name, [json.dumps(row.tolist()) for row in rows])]
+    values = np.zeros((len(rows), max(map(len, rows))), np.float32)
+    for padded, row in zip(values, rows, strict=True):
+        padded[: len(row)] = row
+    return [Tensor.of(name, "FP32", values)]
+
+
 def _contents(kind: ModelKind, batch: Batch) -> list[Tensor]:
-    """Text, or token ids and how many."""
+    """Values of prompts, or text, or token ids and how many."""
+    if batch[0][0].generation.pooled_output:
+        return _pooled(batch)
     if kind.takes_text:
         return [
             strings("text_output", [a.whole_text for completions in batch for a in completions])
@@ -371,7 +392,10 @@ def _vllm_tensors(completions: Sequence[SequenceSoFar]) -> list[Tensor]:
     sequence in pieces, text, log probabilities and num_output_tokens are of the piece.
     """
     returned = completions[0].generation.returned
-    tensors = [strings("text_output", [completion.whole_text for completion in completions])]
+    if completions[0].generation.pooled_output:
+        tensors = _pooled([completions])
+    else:
+        tensors = [strings("text_output", [each.whole_text for each in completions])]
     for row in VLLM.outputs:
         if row.name in returned:
             some = completions[:1] if row.name == "num_input_tokens" else completions

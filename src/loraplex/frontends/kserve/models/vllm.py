@@ -170,7 +170,7 @@ TRITON_PREFIX = "triton_"
 _PARAMETERS = frozenset(SamplingParams.__struct_fields__)
 """Their names, values and defaults are those of vLLM's fields."""
 _NO_SEED = -1
-_RETURNED = (
+RETURNED = (
     "finish_reason",
     "cumulative_logprob",
     "logprobs",
@@ -197,8 +197,8 @@ def convert_vllm(
     prompt = "".join(inputs.texts("text_input"))
     if not prompt:
         raise InvalidTensorError("input 'text_input' is empty", param="text_input")
-    fields = read_fields(_raw_fields(inputs, parameters))
-    returned = frozenset(name for name in _RETURNED if inputs.first(f"return_{name}"))
+    fields = read_fields(raw_fields(inputs, parameters))
+    returned = frozenset(name for name in RETURNED if inputs.first(f"return_{name}"))
     shows_logprobs = "logprobs" in returned and "logprobs" in fields
     if "cumulative_logprob" in returned:
         fields.setdefault("logprobs", 0)
@@ -209,7 +209,7 @@ def convert_vllm(
             **msgspec.structs.asdict(head),
             prompt=prompt,
             task=Generate(vllm_sampling(fields)),
-            adapters=_adapters(fields, parameters.get("adapters", ""), model.options),
+            adapters=named_adapters(fields, parameters.get("adapters", ""), model.options),
             ends_at_max_len=True,
             repeated_bytes=REPEATED_BYTES * (not (is_streamed or excludes_input)),
         ),
@@ -232,8 +232,8 @@ def _excludes_input(inputs: Inputs) -> bool:
     return excludes
 
 
-def _raw_fields(inputs: Inputs, parameters: Mapping[str, Parameter]) -> Mapping[str, Any]:
-    """Fields of the tensor, or without it of the request."""
+def raw_fields(inputs: Inputs, parameters: Mapping[str, Parameter]) -> Mapping[str, Any]:
+    """Return fields of the tensor, or without it of the request. Raises InvalidParameterError."""
     text = "".join(inputs.texts("sampling_parameters"))
     if not text:
         return {
@@ -255,9 +255,13 @@ def _raw_fields(inputs: Inputs, parameters: Mapping[str, Parameter]) -> Mapping[
     return fields
 
 
-def _adapters(
+def named_adapters(
     fields: Mapping[str, Any], parameter: Parameter, options: ModelOptions
 ) -> tuple[AdapterChoice, ...]:
+    """Return the adapter of the field lora_name, or those of the parameter `adapters`.
+
+    Raises InvalidParameterError, and FailedResponse where adapters are off.
+    """
     choices = read_adapters(parameter)
     name = fields.get(LORA_NAME, "")
     if name and choices:
