@@ -204,7 +204,8 @@ class SchedulingSettings(Settings, frozen=True, kw_only=True):
             "Target time in seconds of a step while several tenants have requests; 0: none",
             "Prompts are then computed in shorter chunks, an eighth of a step or more, and wide "
             "beam searches take turns, so that a small request waits less for another tenant's "
-            "long ones. A tenant alone has full steps.",
+            "long ones. A tenant alone has full steps. Texts whose vectors, labels or scores are "
+            "computed have such chunks whenever others are being written.",
             minimum=0,
         ),
     ] = 0.01

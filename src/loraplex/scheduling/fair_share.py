@@ -216,7 +216,7 @@ class SharedSteps:
     A request that arrives waits for the steps in flight and for its own, and no step in flight can
     be cut short. So while tenants share the server, a step has the prompt tokens that fit into the
     target time, by the steps measured so far. Alone, a tenant has full steps: they read the
-    weights less often.
+    weights less often. But next to rows that decode, pooled prompts have the shorter steps always.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
@@ -245,7 +245,17 @@ class SharedSteps:
 
     def max_prompt_tokens(self, num_other: int, now_ns: int) -> int | None:
         """Return the most tokens of prompts for a step with so many others; None: no limit."""
-        if not (self._target_ns and self._are_on(now_ns)):
+        return self._num_left(num_other) if self._are_on(now_ns) else None
+
+    def max_pooled_tokens(self, num_other: int) -> int | None:
+        """Return the most tokens of pooled prompts for a step that also decodes; None: no limit.
+
+        Texts that are read as they are written wait for each step, vectors for their last one.
+        """
+        return self._num_left(num_other)
+
+    def _num_left(self, num_other: int) -> int | None:
+        if not self._target_ns:
             return None
         return max(self._num_least, 1, int(self._num_in_target) - num_other)
 

@@ -9,6 +9,7 @@ from loraplex.scheduling.beam_request import BeamRequest
 from loraplex.scheduling.beam_scheduling import BeamScheduling
 from loraplex.scheduling.fair_share import SharedSteps
 from loraplex.scheduling.plan_builder import PlanBuilder, StepBudget
+from loraplex.scheduling.pool_request import PoolRequest
 from loraplex.scheduling.prefill import PrefillSplit, SpanClaim
 from loraplex.scheduling.queues import AdapterQueue
 from loraplex.scheduling.request import Request, Sequence, SequenceStatus
@@ -299,6 +300,7 @@ class Planner:
             settings.shortest_prefill_share,
             admits_all=self._batching.admits_all,
             claim=claim,
+            max_pooled=self._max_pooled(builder),
         )
         for sequence in self._state.running:
             if sequence not in builder.new_blocks and sequence.num_computable_tokens:
@@ -312,6 +314,12 @@ class Planner:
                 self._compute(sequence, num_tokens, builder)
         add_draft_tokens(self._state, builder, self._num_balanced_tokens)
         return builder
+
+    def _max_pooled(self, builder: PlanBuilder) -> int | None:
+        """Return the most tokens of pooled prompts; None: nothing that generates is decoding."""
+        if all(isinstance(each.request, PoolRequest) for each in builder.sequences):
+            return None
+        return self._shared.max_pooled_tokens(builder.budget.num_spent)
 
     def _requeue_outgrown(self) -> None:
         """Let sequences that have outgrown the rotation of their KV wait, to compute all again.

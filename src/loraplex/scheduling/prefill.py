@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 from loraplex.scheduling.plan_builder import StepBudget
+from loraplex.scheduling.pool_request import PoolRequest
 from loraplex.scheduling.request import OrderKey, Sequence
 
 
@@ -34,6 +35,10 @@ class _Row:
     num_least: int
     """Minimum number of tokens, if it gets any."""
     is_new: bool
+
+    @property
+    def is_pooled(self) -> bool:
+        return isinstance(self.sequence.request, PoolRequest)
 
     @property
     def length_key(self) -> tuple[int, int, OrderKey]:
@@ -72,6 +77,9 @@ class PrefillSplit:
     A whole span gets all of its tokens or none, whatever the maximum of a row. The first row gets
     it whatever its share, and claims the next step if this one is too small: then later rows that
     decode are left out of it. A row is the first once those before it have ended.
+
+    Next to rows that decode, pooled prompts share `max_pooled` tokens in the same way. A span that
+    is longer is computed in a step without other pooled rows.
     """
 
     def __init__(
@@ -81,19 +89,23 @@ class PrefillSplit:
         *,
         admits_all: bool = False,
         claim: SpanClaim | None = None,
+        max_pooled: int | None = None,
     ) -> None:
         """admits_all: a waiting sequence may take a slot even if it gets only one token.
 
-        claim: that of the last step.
+        claim: that of the last step. max_pooled: tokens of pooled prompts together; None: all.
         """
         self._num_tokens = budget.num_left
+        self._max_pooled = budget.num_left if max_pooled is None else max_pooled
         self._max_per_row = budget.max_per_row
-        self._num_of_first = budget.num_left - int(shortest_share * budget.num_left)
+        self._shortest_share = shortest_share
         self._admits_all = admits_all
         self._claim = claim
         self._rows: list[_Row] = []
         self._num_new = 0
         """Tokens that the new rows take at least."""
+        self._num_new_pooled = 0
+        """Those of pooled prompts."""
         self._num_wanted = 0
         self._refused: list[_Row] = []
         """Waiting sequences with a span, for which there are too few tokens."""
@@ -105,6 +117,7 @@ class PrefillSplit:
         self._num_wanted += max(row.num_wanted, row.num_least)
         if is_new:
             self._num_new += row.num_least
+            self._num_new_pooled += row.num_least * row.is_pooled
             if self._claim is not None and self._claim.sequence is sequence:
                 self._claim = None
 
@@ -155,7 +168,13 @@ class PrefillSplit:
             num_claimed = self._claim.num_tokens
         if self._num_new + num_claimed + row.num_least > self._num_tokens:
             return False
-        if self._admits_all or self._num_wanted + row.num_least <= self._num_tokens:
+        is_limited = row.is_pooled and self._max_pooled < self._num_tokens
+        num_pooled = self._num_new_pooled
+        if is_limited and num_pooled and num_pooled + row.num_least > self._max_pooled:
+            return False
+        if self._admits_all:
+            return True
+        if not is_limited and self._num_wanted + row.num_least <= self._num_tokens:
             return True
         return self._grants([*self._rows, row])[-1] > 0
 
@@ -164,13 +183,21 @@ class PrefillSplit:
         num_left = self._num_tokens - sum(grants)
         if not rows or not num_left:
             return grants
+        num_pooled = sum(grants[index] for index, row in enumerate(rows) if row.is_pooled)
         first = min(range(len(rows)), key=lambda index: rows[index].sequence.key)
         by_length = sorted(range(len(rows)), key=lambda index: rows[index].length_key)
-        of_first = max(self._num_of_first, rows[first].num_least - grants[first])
+        shared = self._max_pooled if rows[first].is_pooled else self._num_tokens
+        of_first = shared - int(self._shortest_share * shared)
+        of_first = max(of_first, rows[first].num_least - grants[first])
         limits = itertools.chain([of_first], itertools.repeat(self._num_tokens))
         for index, limit in zip([first, *by_length], limits, strict=False):
-            num_tokens = rows[index].fitting(grants[index] + min(num_left, limit))
+            row = rows[index]
+            if row.is_pooled:
+                least = 0 if num_pooled else row.num_least
+                limit = min(limit, max(self._max_pooled - num_pooled, least))
+            num_tokens = row.fitting(grants[index] + max(0, min(num_left, limit)))
             num_more = max(0, num_tokens - grants[index])
             grants[index] += num_more
             num_left -= num_more
+            num_pooled += num_more * row.is_pooled
         return grants

@@ -7,13 +7,17 @@ from loraplex.core.beam_search import BeamSearch
 from loraplex.core.plan import StepTiming
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import FairShare, SchedulerSettings
+from loraplex.core.task import Pool, PoolKind
 from loraplex.scheduling.fair_share import LEAST_PART, REMEMBERED_NS
 from support.capacities import changed_capacity
 from support.fake_engine import EngineParts, FakeEngine
 from support.fake_loader import FakeLoader
 from support.fake_runner import FAKE_CAPACITY, FakeRunner
 
-CAPACITY = changed_capacity(FAKE_CAPACITY, num_blocks=4096, max_num_seqs=8, max_model_len=8192)
+CAPACITY = msgspec.structs.replace(
+    changed_capacity(FAKE_CAPACITY, num_blocks=4096, max_num_seqs=8, max_model_len=8192),
+    pool_kinds=tuple(PoolKind),
+)
 NS_PER_TOKEN = 100_000
 """Duration of a prompt's token: 20 ms are 200 tokens."""
 NUM_IN_TARGET = 200
@@ -135,3 +139,112 @@ def test_wide_beam_searches_take_turns_while_tenants_share():
     assert turns[3:] == turns[:3]
     fakes.run()
     assert all(fakes.completions[search].is_finished for search in searches)
+
+
+LAST, MEAN = Pool(PoolKind.LAST), Pool(PoolKind.MEAN)
+
+
+def add_pooled(fakes, num_tokens, task=LAST, **arguments):
+    number = len(fakes.requests)
+    prompt = [number, *(at % 90 for at in range(num_tokens - 1))]
+    return fakes.add(prompt, task=task, **arguments)
+
+
+def sizes(fakes):
+    """Return the tokens of each step so far, without those that decode."""
+    return [
+        sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        for plan in fakes.runner.plans
+    ]
+
+
+def stepped_until(fakes, request, limit):
+    """Return how many steps a request takes to its end, at most the limit."""
+    for number in range(1, limit + 1):
+        fakes.step()
+        if fakes.completions[request].is_finished:
+            return number
+    raise AssertionError(f"request {request} did not end in {limit} steps")
+
+
+def with_streams(*, num_streams=2, **settings):
+    """An engine that has measured its steps, and decodes so many streams."""
+    fakes = timed_engine(**settings)
+    add_prompt(fakes, "a", 8192 - 1)
+    fakes.run()
+    fakes.step(1)
+    for number in range(num_streams):
+        fakes.add([number], max_tokens=4000, tenant="a")
+    fakes.step(2)
+    fakes.runner.plans.clear()
+    return fakes
+
+
+def test_vectors_take_short_steps_while_texts_are_written():
+    fakes = with_streams()
+    fakes.engine._scheduler._shared._num_in_target = NUM_IN_TARGET
+    texts = [add_pooled(fakes, 100, tenant="a") for _ in range(20)]
+    steps = stepped_until(fakes, texts[-1], 20)
+    assert max(sizes(fakes)) <= NUM_IN_TARGET
+    assert steps == pytest.approx(20 * 100 / NUM_IN_TARGET, abs=2), "the target is used up"
+    assert all(fakes.completions[text].is_finished for text in texts)
+
+
+def test_vectors_alone_have_full_steps():
+    fakes = timed_engine()
+    for _ in range(20):
+        add_pooled(fakes, 200, tenant="a")
+    fakes.run()
+    assert max(sizes(fakes)) > 1024 - 100
+
+
+def test_prompts_of_texts_are_not_limited_with_vectors():
+    fakes = with_streams()
+    fakes.engine._scheduler._shared._num_in_target = NUM_IN_TARGET
+    add_pooled(fakes, 4000, tenant="a")
+    long = add_prompt(fakes, "a", 3000)
+    assert stepped_until(fakes, long, 5) == 4
+    assert max(sizes(fakes)) == 1024 - 2
+
+
+def test_without_a_target_vectors_take_full_steps():
+    fakes = with_streams(shared_step_seconds=0)
+    for _ in range(20):
+        add_pooled(fakes, 200, tenant="a")
+    fakes.step(5)
+    assert max(sizes(fakes)) > 1024 - 100
+
+
+def test_a_span_that_is_longer_than_the_target_has_a_step_without_other_vectors():
+    fakes = with_streams(num_streams=1)
+    fakes.engine._scheduler._shared._num_in_target = NUM_IN_TARGET
+    spans = [add_pooled(fakes, 700, MEAN, tenant="a") for _ in range(3)]
+    spans += [add_pooled(fakes, 60, MEAN, tenant="a") for _ in range(6)]
+    stepped_until(fakes, spans[-1], 10)
+    assert sorted(filter(None, sizes(fakes))) == [180, 180, 700, 700, 700]
+    assert all(fakes.completions[span].is_finished for span in spans)
+
+
+@pytest.mark.parametrize("task", [LAST, MEAN])
+def test_short_vectors_do_not_starve_a_long_one(task):
+    """Short ones come in each step, and fill the target."""
+    fakes = with_streams(num_streams=1)
+    fakes.engine._scheduler._shared._num_in_target = NUM_IN_TARGET
+    long = add_pooled(fakes, 900, task, tenant="a")
+    for number in range(900 // (NUM_IN_TARGET // 4)):
+        if fakes.completions[long].is_finished:
+            break
+        for _ in range(4):
+            add_pooled(fakes, 60, LAST if number % 2 else MEAN, tenant="a")
+        fakes.step()
+    assert fakes.completions[long].is_finished
+
+
+def test_a_short_vector_does_not_wait_for_a_long_one():
+    fakes = with_streams(num_streams=1)
+    fakes.engine._scheduler._shared._num_in_target = NUM_IN_TARGET
+    long = add_pooled(fakes, 5000, tenant="a")
+    fakes.step(2)
+    short = add_pooled(fakes, 90, tenant="a")
+    assert stepped_until(fakes, short, 2) == 1
+    assert not fakes.completions[long].is_finished
