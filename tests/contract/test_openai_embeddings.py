@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 from loraplex.core.class_format import ClassFormat
 from loraplex.core.errors import PromptTooLongError, RateLimitedError
 from loraplex.core.request import PromptTruncation, TruncationSide
+from loraplex.core.score_format import ScoreFormat, ScoreKind
 from loraplex.core.task import Pool, PoolKind
 from loraplex.core.vector_format import TextPrompts, VectorFormat
 from loraplex.frontends.openai import openai_routes
@@ -300,6 +301,7 @@ def test_vectors_and_labels_in_the_form_of_pooling(http, backend) -> None:
             "max_tokens",
             "START or END",
         ),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens", "max_tokens leaves 0"),
     ],
 )
 def test_refusals_of_other_forms(http, path, fields, param, words) -> None:
@@ -307,6 +309,43 @@ def test_refusals_of_other_forms(http, path, fields, param, words) -> None:
     error = response.json()["error"]
     assert response.status_code == 400, response.text
     assert (error["param"], words in error["message"]) == (param, True), error
+
+
+def test_a_mean_without_the_prompt_needs_a_token_after_it(http, backend) -> None:
+    model = backend.model("echo")
+    prompts = TextPrompts({"query": "Find: "})
+    vectors = VectorFormat(kind=PoolKind.MEAN, prompts=prompts, includes_prompts=False)
+    model.card = msgspec.structs.replace(model.card, vectors=vectors)
+    num_left_out = len(BYTE_TOKENIZER.encode("Find: ", True))
+    body = {"input": "abc", "prompt_name": "query", "truncate_prompt_tokens": num_left_out + 1}
+    assert http.post(PATH, json=body).status_code == 200
+    error = http.post(PATH, json=body | {"truncate_prompt_tokens": num_left_out}).json()["error"]
+    assert error["param"] == "input"
+    assert str(num_left_out) in error["message"]
+    ids = {"input": [1], "prompt_name": "query"}
+    assert http.post(PATH, json=ids).status_code == 200, "ids are as the client made them"
+
+
+def test_what_a_model_is_for_in_the_form_of_tei(http, backend) -> None:
+    info = http.get("/info").json()
+    assert info["model_type"] == {"embedding": {"pooling": "last_token"}}
+    assert (info["model_id"], info["model_dtype"]) == ("echo", backend.model("echo").card.dtype)
+    assert (info["max_input_length"], info["max_client_batch_size"]) == (4096, MAX_INPUTS)
+    model = backend.model("echo")
+    card = model.card
+    limits = VectorFormat(kind=PoolKind.MEAN, max_tokens=128)
+    model.card = msgspec.structs.replace(card, vectors=limits)
+    info = http.get("/info").json()
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert info["max_input_length"] == 128
+    labels = ClassFormat(num_labels=2, labels=("good", "bad"))
+    model.card = msgspec.structs.replace(card, classes=labels)
+    assert http.get("/info").json()["model_type"] == {
+        "classifier": {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}}
+    }
+    judges = ScoreFormat(kind=ScoreKind.TOKENS, token_ids=(1, 2))
+    model.card = msgspec.structs.replace(card, scores=judges)
+    assert list(http.get("/info").json()["model_type"]) == ["reranker"]
 
 
 def test_langchains_embeddings(url) -> None:

@@ -1,5 +1,6 @@
 """/score, /rerank and their forms: every way to name the texts, every reply, every refusal."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -266,6 +267,30 @@ def test_refusals(http, path, fields, param, words) -> None:
     assert response.status_code in (400, 404), response.text
     assert error["param"] == param, error
     assert words in error["message"], error
+
+
+@pytest.mark.parametrize("joins", ["tokenizer", "template"])
+def test_many_short_pairs_do_not_hold_up_the_event_loop(http, backend, monkeypatch, joins) -> None:
+    """What stands around documents is tokenized for each query, however short the queries are."""
+    if joins == "tokenizer":
+        let_score(backend, scores=ScoreFormat(), classes=ClassFormat(num_labels=1))
+    name = {"tokenizer": "tokenize_pair", "template": "tokenize"}[joins]
+    tokenize = getattr(backend.model("echo"), name)
+    on_loop: list[bool] = []
+
+    def watched(*texts: str, **arguments: Any) -> Any:
+        on_loop.append(asyncio._get_running_loop() is not None)
+        return tokenize(*texts, **arguments)
+
+    monkeypatch.setattr(type(backend.model("echo")), name, lambda _, *a, **k: watched(*a, **k))
+    post(http, "/score", queries=["a"], documents=["b"], max_tokens_per_doc=5)
+    assert on_loop, "tokenized"
+    assert all(on_loop), "a thread would cost more than one pair"
+    on_loop.clear()
+    queries = [f"{number:04}" for number in range(1000)]
+    post(http, "/score", queries=queries, documents=["b"] * 1000, max_tokens_per_doc=5)
+    assert len(on_loop) >= 1000
+    assert not any(on_loop)
 
 
 def test_what_all_prompts_repeat_has_a_limit(http, monkeypatch) -> None:

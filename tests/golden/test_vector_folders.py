@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from sentence_transformers import SentenceTransformer
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from loraplex import LLM, SamplingParams, UnsupportedFeatureError
@@ -19,6 +21,8 @@ from loraplex.demo import BASE_PATH
 from support.checkpoints import save_random_model, tiny_sizes
 
 VOCAB_SIZE = 199
+NUM_TOKENS = 2048
+"""At least those of the tokenizer."""
 SIZES = tiny_sizes(VOCAB_SIZE, head_dim=16)
 CONFIGS: Mapping[str, PretrainedConfig] = {
     "LlamaModel": LlamaConfig(**SIZES),
@@ -43,7 +47,9 @@ def pooled(model: Any, prompt: list[int], kind: str) -> torch.Tensor:
     return (weights.double() @ states) / weights.sum()
 
 
-def write_modules(folder: Path, kind: str, *, normalizes: bool) -> None:
+def write_modules(
+    folder: Path, kind: str, *, normalizes: bool, includes_prompts: bool = True
+) -> None:
     """Write the files of sentence-transformers as its version 6 does."""
     names = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
     modules = [
@@ -57,7 +63,8 @@ def write_modules(folder: Path, kind: str, *, normalizes: bool) -> None:
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
-    pooling = {"embedding_dimension": 64, "pooling_mode": kind, "include_prompt": True}
+    pooling: dict[str, Any] = {"embedding_dimension": 64, "pooling_mode": kind}
+    pooling["include_prompt"] = includes_prompts
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
 
 
@@ -107,3 +114,30 @@ def test_checkpoints_without_head_give_the_vectors_of_their_folder(
         )
     assert [result.adapters for result in found[:3]] == [()] * 3
     assert {result.adapters[0].name for result in found[3:]} == {"a"}
+
+
+@pytest.mark.parametrize("kind", ["mean", "weightedmean", "cls"])
+def test_vectors_without_the_tokens_of_the_prompt(tmp_path: Path, kind: str) -> None:
+    """`include_prompt` false, compared with sentence-transformers' own pooling."""
+    config = Qwen3Config(**tiny_sizes(NUM_TOKENS, head_dim=16), tie_word_embeddings=True)
+    model = save_random_model(tmp_path / "whole", config).model
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    write_modules(folder, kind, normalizes=True, includes_prompts=False)
+    prompts = {"prompts": {"query": "Find this: ", "none": ""}}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE_PATH / name, folder)
+    peer = SentenceTransformer(str(folder), device="cpu")
+    peer.tokenizer.pad_token = peer.tokenizer.eos_token
+    settings: dict[str, Any] = {"max_model_len": 64, "kv_cache_bytes": 1 << 20, "max_num_seqs": 4}
+    texts = ["Paris is", "a"]
+    with LLM(folder, state_dir=tmp_path / "state", **settings) as llm:
+        vectors = {}
+        for name in ("query", "none"):
+            found = np.stack([one.vector for one in llm.embed(texts, prompt_name=name)])
+            expected = [peer.encode(text, prompt_name=name) for text in texts]
+            assert (found * np.stack(expected)).sum(1) == pytest.approx(1, abs=1e-6)
+            vectors[name] = found
+        whole = llm.embed([prompts["prompts"]["query"] + text for text in texts])
+        assert (np.stack([one.vector for one in whole]) != vectors["query"]).any()

@@ -106,6 +106,8 @@ class Pool(msgspec.Struct, frozen=True, omit_defaults=True, tag="pool"):
     """Tokens of LOGITS; the values have their order."""
     is_logprobs: bool = False
     """Whether the values of LOGITS are log probabilities among all tokens of the model."""
+    num_left_out: int = 0
+    """First tokens of the prompt that means and CLS leave out. Set by admission."""
 
     @property
     def name(self) -> str:

@@ -46,6 +46,8 @@ class VectorFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Whether vectors are divided by their lengths."""
     prompts: TextPrompts = TextPrompts()
     """Prompts of the model, which those of an adapter's folder replace."""
+    includes_prompts: bool = True
+    """Whether means and CLS have the tokens of prompts, and of what the tokenizer puts before."""
     dimensions: tuple[int, ...] = ()
     """Lengths that vectors may be cut to; empty: any."""
     max_tokens: int | None = None

@@ -45,20 +45,23 @@ class StepStates(Protocol):
         ...
 
 
-def pooled_state(states: StepStates, first: int, end: int, kind: PoolKind) -> torch.Tensor:
+def pooled_state(states: StepStates, first: int, end: int, pool: Pool) -> torch.Tensor:
     """Return one hidden state [hidden], float32, of the tokens first to end - 1 of a step.
 
     They are the whole prompt, but for LAST. Sums are in float32 and in the order of the tokens of
-    this prompt alone, so that other rows of the step change no bit.
+    this prompt alone, so that other rows of the step change no bit. Weights count all tokens, also
+    those that are left out, as in sentence-transformers.
     """
-    if kind is PoolKind.LAST:
+    if pool.kind is PoolKind.LAST:
         return states.rows(range(end - 1, end))[0].float()
-    if kind is PoolKind.CLS:
-        return states.rows(range(first, first + 1))[0].float()
-    x = states.rows(range(first, end)).float()
-    if kind is PoolKind.MEAN:
+    kept = first + pool.num_left_out
+    if pool.kind is PoolKind.CLS:
+        return states.rows(range(kept, kept + 1))[0].float()
+    x = states.rows(range(kept, end)).float()
+    if pool.kind is PoolKind.MEAN:
         return x.mean(0)
-    weights = torch.arange(1, end - first + 1, dtype=torch.float32, device=x.device)
+    numbers = (kept - first + 1, end - first + 1)
+    weights = torch.arange(*numbers, dtype=torch.float32, device=x.device)
     return (x * weights[:, None]).sum(0) / weights.sum()
 
 
@@ -116,7 +119,7 @@ class Pooler:
             elif pool.kind is PoolKind.LOGITS:
                 values.append(token_scores(next(logits).float(), pool))
             else:
-                values.append(self._after_layers(pooled_state(states, first, end, pool.kind)))
+                values.append(self._after_layers(pooled_state(states, first, end, pool)))
         x = torch.cat(values)
         sent = self._accelerator.pinned(tuple(x.shape), torch.float32)
         self._accelerator.copy(x, sent)

@@ -64,18 +64,16 @@ def read_vector_format(folder: Path) -> VectorFormat:
     limits = optional_fields(folder / TRANSFORMER)
     config = optional_fields(folder / _CONFIG)
     kind, normalizes, problem = _KINDS_OF_CONFIG.get(_pooling_of(config), PoolKind.LAST), True, ""
-    leaves_out_prompts = False
+    includes_prompts = True
     modules = read_modules(folder)
     if modules:
         problem = _order_problem([name for name, _ in modules])
         normalizes = modules[-1][0] == "Normalize"
         if not problem:
-            pooling = optional_fields(folder / modules[1][1] / _CONFIG)
+            pooling = read_fields(folder / modules[1][1] / _CONFIG)
             kind, problem = _kind(pooling)
             problem = problem or _dense_problem(folder, modules)
-            leaves_out_prompts = not pooling.boolean("include_prompt", True)
-    if leaves_out_prompts and kind is not PoolKind.LAST and any(prompts.texts.values()):
-        problem = problem or "its mean leaves out the prompt's tokens (include_prompt)"
+            includes_prompts = pooling.boolean("include_prompt", True)
     if "message" in (limits.table("modality_config") or ()):
         problem = problem or (
             f"its texts are rendered by a chat template (modality_config in {TRANSFORMER})"
@@ -86,6 +84,7 @@ def read_vector_format(folder: Path) -> VectorFormat:
         kind=kind,
         normalizes=normalizes,
         prompts=prompts,
+        includes_prompts=includes_prompts,
         dimensions=config.integers("matryoshka_dimensions"),
         max_tokens=limits.optional_integer("max_seq_length"),
         problem=problem,
@@ -202,8 +201,14 @@ def read_modules(folder: Path) -> list[tuple[str, str]]:
         raise ConfigError(
             f"{path} must be a list of objects with idx, type and path: {error!r}"
         ) from error
-    if not modules or any(Path(place).is_absolute() or ".." in place for _, place in modules):
-        raise ConfigError(f"{path} must name folders within its own")
+    strange = [
+        place
+        for _, place in modules
+        if Path(place).is_absolute() or ".." in place or not place.isprintable()
+    ]
+    if not modules or strange:
+        shown = f", got {strange[0]!r}" if strange else ""
+        raise ConfigError(f"{path} must name folders within its own{shown}")
     return modules
 
 

@@ -367,6 +367,12 @@ def _check_length(token_ids: Sequence[int], model: ModelCard, task: Task, param:
             f"{longest} (max_seq_length of its folder); truncate_prompt_tokens cuts longer ones",
             param="prompt",
         )
+    if isinstance(task, Pool) and task.num_left_out >= len(token_ids):
+        raise InvalidParameterError(
+            f"the text has {len(token_ids)} tokens with its prompt, and the vector leaves the "
+            f"first {task.num_left_out} out (include_prompt false): no token is left",
+            param="prompt",
+        )
 
 
 def _check_ids(request: GenerateRequest, prompt: Sequence[int], model: ModelCard) -> None:

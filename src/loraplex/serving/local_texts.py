@@ -10,9 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from loraplex.core.errors import InvalidRequestError, PromptTooLongError
 from loraplex.core.request import GenerateRequest
 from loraplex.core.task import Pool
+from loraplex.core.vector_format import TextPrompts
 from loraplex.serving.backend import ModelCard
 from loraplex.serving.sandbox.process import Sandbox, SandboxKind
 from loraplex.serving.text.chat_template import NO_TEMPLATE, TOO_BIG, ChatTemplate
@@ -156,6 +159,24 @@ class LocalTexts:
         places = range(len(with_all) - len(alone) + 1)
         first = next((i for i in places if with_all[i : i + len(alone)] == alone), 0)
         return first, max(0, len(with_all) - first - len(alone))
+
+    def prefixed(self, request: GenerateRequest, prompts: TextPrompts) -> GenerateRequest:
+        """Return a request whose text has its prefix, which its mean may leave out.
+
+        Left out are the tokens of the prefix alone, with those that the tokenizer puts before it,
+        as in sentence-transformers. Raises InvalidParameterError for a prompt that is not there.
+        """
+        found, task, text = request.with_prefix(prompts), request.task, request.prompt
+        is_left_out = not self.card.vectors.includes_prompts and isinstance(task, Pool)
+        if not is_left_out or not isinstance(text, str) or found.prompt == text:
+            return found
+        assert isinstance(found.prompt, str), "a text with a prefix"
+        prefix = found.prompt[: len(found.prompt) - len(text)]
+        num_tokens = len(self.tokenize(prefix, add_special_tokens=request.add_special_tokens))
+        if request.add_special_tokens:
+            num_tokens -= min(1, self.num_special_tokens[1])
+        task = msgspec.structs.replace(task, num_left_out=num_tokens)
+        return msgspec.structs.replace(found, task=task)
 
     def _too_long(self, size: str) -> PromptTooLongError:
         of_output = " (max_model_len), prompt and output together"

@@ -149,21 +149,23 @@ async def scoring(
         )
     check_repeated("query", sum(len(pair.query) for pair in pairs))
     check_repeated("instruction", len(options.instruction or "") * len(pairs))
-    make = _task(model, form)
+    task = _task(model, form)
     template = await _template(model, form, options)
     if template is None:
-        prompts = [await _joined(model, pair, options) for pair in pairs]
+        make = functools.partial(_joined, model, pairs, options)
+        length = sum(len(pair.query) + len(pair.document) for pair in pairs)
     else:
         instruction = form.instruction if options.instruction is None else options.instruction
-        fill = functools.partial(_filled, model, template, instruction, pairs, options)
-        is_short = sum(len(pair.query) for pair in pairs) <= INLINE_CHARACTERS
-        prompts = fill() if is_short else await asyncio.to_thread(fill)
+        make = functools.partial(_filled, model, template, instruction, pairs, options)
+        fixed = len(instruction) + sum(map(len, template.parts[::2]))
+        length = sum(fixed + len(query) for query in {pair.query for pair in pairs})
+    prompts = make() if length <= INLINE_CHARACTERS else await asyncio.to_thread(make)
     requests = (
         msgspec.structs.replace(
             sent,
             request_id=new_id(),
             prompt=prompt,
-            task=make,
+            task=task,
             truncation=truncation,
             add_special_tokens=False,
         )
@@ -288,11 +290,11 @@ def _filled(
     ]
 
 
-async def _joined(model: TextModel, pair: Pair, options: ScoreOptions) -> _Prompt:
-    """Return the prompt that the tokenizer makes of a pair. Only the document is cut."""
-    if len(pair.query) + len(pair.document) <= INLINE_CHARACTERS:
+def _joined(model: TextModel, pairs: Sequence[Pair], options: ScoreOptions) -> list[_Prompt]:
+    """Return the prompts that the tokenizer makes of pairs. Only documents are cut."""
+    prompts: list[_Prompt] = []
+    for pair in pairs:
         tokens = model.tokenize_pair(*pair)
-    else:
-        tokens = await asyncio.to_thread(model.tokenize_pair, *pair)
-    kept = tokens.start, len(tokens.token_ids) - tokens.end
-    return tuple(tokens.token_ids), options.cut(options.max_document_tokens, kept)
+        kept = tokens.start, len(tokens.token_ids) - tokens.end
+        prompts.append((tuple(tokens.token_ids), options.cut(options.max_document_tokens, kept)))
+    return prompts

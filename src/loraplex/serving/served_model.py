@@ -172,7 +172,7 @@ class ServedModel(LocalTexts):
         """
         own = (version.staged.prompts for version, _ in chosen)
         prompts = next((found for found in own if found is not None), self.card.vectors.prompts)
-        return request.with_prefix(prompts)
+        return self.prefixed(request, prompts)
 
     def end_token_ids(self, chosen: Sequence[tuple[AdapterVersion, float]]) -> tuple[int, ...]:
         """Return the model's end tokens and those of a request's adapters.

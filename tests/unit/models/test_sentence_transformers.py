@@ -136,6 +136,7 @@ def test_the_pooling_of_a_folder_with_config_json_alone(tmp_path: Path, field: s
             (
                 {
                     "modules.json": DENSE,
+                    "1_Pooling/config.json": {},
                     "2_Dense/config.json": {"in_features": 8, "out_features": 8} | change,
                 },
                 words,
@@ -158,14 +159,6 @@ def test_the_pooling_of_a_folder_with_config_json_alone(tmp_path: Path, field: s
             "mean, max",
         ),
         ({"modules.json": USUAL, "1_Pooling/config.json": {"pooling_mode": "max"}}, "kind max"),
-        (
-            {
-                "modules.json": USUAL,
-                "1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False},
-                "config_sentence_transformers.json": {"prompts": {"query": "Q: "}},
-            },
-            "include_prompt",
-        ),
         ({"sentence_bert_config.json": {"do_lower_case": True}}, "do_lower_case"),
         (
             {"sentence_bert_config.json": {"modality_config": {"text": {}, "message": {}}}},
@@ -198,3 +191,17 @@ def test_what_is_not_computed_is_refused_by_name(
 def test_broken_files(tmp_path: Path, files: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         read_vector_format(folder_with(tmp_path, files))
+
+
+@pytest.mark.parametrize("place", ["1_Pooling\0", "\n", "/tmp", "../1_Pooling", "a/../../b"])
+def test_paths_that_are_no_folders_within_are_refused(tmp_path: Path, place: str) -> None:
+    listed = [*USUAL[:1], {**USUAL[1], "path": place}, *USUAL[2:]]
+    folder = folder_with(tmp_path, {"modules.json": listed})
+    with pytest.raises(ConfigError, match="within its own"):
+        read_vector_format(folder)
+
+
+def test_a_pooling_without_its_file_is_refused(tmp_path: Path) -> None:
+    """sentence-transformers reads it, too; the default kind would be a guess."""
+    with pytest.raises(ConfigError, match="1_Pooling"):
+        read_vector_format(folder_with(tmp_path, {"modules.json": USUAL}))

@@ -193,7 +193,8 @@ def config_text(role: Role) -> str:
     elif role is Role.POSTPROCESSING:
         blocks.append("dynamic_batching {}")
     blocks.append(_rows("input", (_input(row) for row in kind.declared_inputs)))
-    blocks.append(_rows("output", (_tensor(r.name, r.datatype, r.dims) for r in kind.outputs)))
+    outputs = (_tensor(r.name, r.datatype, r.dims) for r in kind.outputs if not r.note)
+    blocks.append(_rows("output", outputs))
     if role is Role.ENSEMBLE:
         blocks.append(scheduling_text())
     else:

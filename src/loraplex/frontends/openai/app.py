@@ -109,6 +109,7 @@ def _completions(context: TextContext) -> Routes:
         ("POST", COHERE_PATHS[0], embeddings.cohere_embed),
         ("POST", "/embed", embeddings.tei_embed),
         ("POST", "/predict", embeddings.tei_predict),
+        ("GET", "/info", embeddings.tei_info),
         ("POST", "/pooling", embeddings.pooling),
         ("POST", "/classify", classes.classify),
         ("POST", "/v1/classify", classes.classify),

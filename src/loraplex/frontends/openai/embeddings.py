@@ -18,7 +18,9 @@ from starlette.responses import Response
 from loraplex.core.errors import InvalidParameterError, UnsupportedFeatureError, brief
 from loraplex.core.output import RequestOutput
 from loraplex.core.request import Prefix, PromptTruncation, TruncationSide
-from loraplex.core.task import Pool
+from loraplex.core.score_format import ScoreKind
+from loraplex.core.task import Pool, PoolKind
+from loraplex.core.version import __version__
 from loraplex.frontends.field_names import named_as_sent
 from loraplex.frontends.openai.adapter_fields import adapter_choices
 from loraplex.frontends.openai.context import BY_HEADER, DIGESTS, TextContext, json_response
@@ -50,6 +52,7 @@ from loraplex.frontends.openapi.operation import (
     json_of_any,
 )
 from loraplex.frontends.streams import done
+from loraplex.serving.backend import ModelCard
 from loraplex.serving.scoring import DOCUMENT_PROMPTS, QUERY_PROMPTS
 
 _CHARACTERS_OF_BYTE: Final = 5
@@ -138,6 +141,54 @@ class TeiPrediction(Struct, frozen=True):
     score: float
 
 
+class TeiPooling(Struct, frozen=True):
+    pooling: str
+
+
+class TeiLabels(Struct, frozen=True):
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+    @classmethod
+    def of(cls, labels: Sequence[str]) -> "TeiLabels":
+        ids = {label: index for index, label in enumerate(labels)}
+        return cls({str(index): label for label, index in ids.items()}, ids)
+
+
+class TeiModelType(Struct, frozen=True, omit_defaults=True):
+    """What a model is for, in the one field that is set."""
+
+    embedding: TeiPooling | None = None
+    classifier: TeiLabels | None = None
+    reranker: TeiLabels | None = None
+
+    @classmethod
+    def of(cls, card: ModelCard) -> "TeiModelType":
+        """A model that scores pairs by a judgement or by one label is a reranker."""
+        num_labels = card.classes.num_labels
+        labels = TeiLabels.of(card.classes.labels_of(num_labels))
+        if num_labels > 1:
+            return cls(classifier=labels)
+        if not card.scores.problem and card.scores.kind is not ScoreKind.VECTORS:
+            return cls(reranker=labels)
+        kind = card.vectors.kind
+        return cls(embedding=TeiPooling(_TEI_POOLING.get(kind, kind)))
+
+
+class TeiInfo(Struct, frozen=True, kw_only=True):
+    """What Text Embeddings Inference reports of its model; here of the default base model."""
+
+    model_id: str
+    model_dtype: str
+    model_type: TeiModelType
+    max_input_length: int
+    """Tokens."""
+    max_client_batch_size: int
+    """Texts of one request."""
+    auto_truncate: bool = False
+    version: str = __version__
+
+
 class Wanted(NamedTuple):
     """What a body requests, whatever its form."""
 
@@ -160,6 +211,8 @@ _COHERE_PROMPTS: Final = MappingProxyType(
         "clustering": ("clustering",),
     }
 )
+_TEI_POOLING: Final = MappingProxyType({PoolKind.LAST: "last_token"})
+"""TEI's names of kinds, where they are others."""
 _COHERE_SIDES: Final = MappingProxyType({"START": TruncationSide.LEFT, "END": TruncationSide.RIGHT})
 _COHERE_TYPES: Final[Mapping[str, tuple[str, Callable[[Array], Any]]]] = MappingProxyType(
     {
@@ -257,6 +310,22 @@ class EmbeddingEndpoints:
 
         lists = [labelled(output) for output in outputs]
         return await _response(outputs, lambda: lists[0] if isinstance(body.inputs, str) else lists)
+
+    @described(json_of(TeiInfo), tag="models")
+    async def tei_info(self, request: Request) -> Response:
+        """What the default base model is for, and its limits, in the form of Text Embeddings
+        Inference."""
+        card = (await self._context.target(None, self._context.principal(request))).model
+        most = card.max_model_len if card.encoder is None else card.encoder.max_tokens
+        return json_response(
+            TeiInfo(
+                model_id=card.name,
+                model_dtype=card.dtype,
+                model_type=TeiModelType.of(card),
+                max_input_length=min(most, card.vectors.max_tokens or most),
+                max_client_batch_size=MAX_INPUTS,
+            )
+        )
 
     @described(json_of(CohereEmbedding), body=json_body(CohereEmbedBody), **_describes)
     async def cohere_embed(self, request: Request) -> Response:

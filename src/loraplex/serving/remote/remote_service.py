@@ -167,7 +167,7 @@ class RemoteService:
         if request.prefix is not None and request.adapters:
             return request  # its prompts are the owner's
         try:
-            request = request.with_prefix(texts.card.vectors.prompts)
+            request = texts.prefixed(request, texts.card.vectors.prompts)
             token_ids = await texts.prompt_ids(
                 request.prompt, request.add_special_tokens, is_cut=truncation is not None
             )
