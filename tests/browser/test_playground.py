@@ -455,6 +455,49 @@ def test_columns_of_an_address(visits, server):
     expect(column(page, digest[:8]).locator(".output").last).to_have_text(OUTPUTS["chinese"])
 
 
+def test_cosines_between_columns_and_labels_of_those_with_a_head(visits, server):
+    page = visits.open()
+    # The base has no head. The server's own labels are tested without a browser.
+    visits.expect_status(400)
+    labels = [{"label": "city", "score": 0.75}, {"label": "river", "score": 0.25}]
+
+    def answer(route):
+        has_head = route.request.post_data_json["adapters"] == ["chinese"]
+        route.fulfill(json=labels) if has_head else route.continue_()
+
+    page.route("**/predict", answer)
+    head(page, "chinese").wait_for()
+    field(page).fill(MESSAGE)
+    page.get_by_role("button", name="Vectors and labels").click()
+    dialog = page.get_by_role("dialog", name="Vectors and labels")
+    expect(dialog.get_by_label("Prompt")).to_have_value(MESSAGE)
+    dialog.get_by_role("button", name="Compute").click()
+    table = dialog.get_by_role("table", name="Cosine of the vectors")
+    rows = table.locator("tbody tr")
+    expect(rows).to_have_count(len(OUTPUTS))
+    cosines = [row.locator("td").all_text_contents() for row in rows.all()]
+    names = table.locator("thead th").all_text_contents()
+    assert sorted(names) == sorted(OUTPUTS)
+    vectors = [
+        server.post("/v1/embeddings", {"input": MESSAGE, "adapters": adapters})[1]
+        for adapters in ([] if name == "Base" else [name] for name in names)
+    ]
+    of = [one["data"][0]["embedding"] for one in vectors]
+    for first, shown in zip(of, cosines, strict=True):
+        wanted = [sum(a * b for a, b in zip(first, second, strict=True)) for second in of]
+        assert shown == [f"{value:.3f}" for value in wanted]
+    assert [row[i] for i, row in enumerate(cosines)] == ["1.000"] * len(OUTPUTS)
+    expect(dialog.get_by_role("table")).to_have_count(2)
+    bars = dialog.get_by_role("table", name="chinese")
+    expect(bars.get_by_role("row")).to_have_text(["city0.750", "river0.250"])
+    assert bars.get_by_role("meter", name="city").evaluate("meter => meter.value") == 0.75
+    page.unroute("**/predict")
+    page.route("**/v1/embeddings", lambda route: route.abort())
+    visits.expect_gone()
+    dialog.get_by_role("button", name="Compute").click()
+    dialog.get_by_role("alert").wait_for()
+
+
 def test_without_an_adapter_the_way_to_load_one_is_shown(visits):
     page = visits.open("playground?columns=[null]")
     page.get_by_role("link", name="Load an adapter to compare").click()

@@ -7,7 +7,7 @@ import { Loading, lookAlikes } from "../parts/basics.js";
 import { begin, copyOf, goingOn, messagesOf, repliesOf, restored, Run, saved, shareReplies, versionOf } from "./playground/chat.js";
 import { Chats, keepChat, keepOnlyOf, savedSetup, saveSetup } from "./playground/chats.js";
 import { adaptersLike, Board, loadMarkdown } from "./playground/columns.js";
-import { Code, Composer, Panel, Parameters, Structure, Toolbar, Tools } from "./playground/composer.js";
+import { Code, Composer, Panel, Parameters, Structure, Toolbar, Tools, Vectors } from "./playground/composer.js";
 import { bodyOf, changedFields, fieldOf, fieldsOf, MAX_COLUMNS, newSetup, nextKey } from "./playground/setup.js";
 
 const SAVE_MS = 300;
@@ -313,6 +313,7 @@ function Playground({ tenant, model, first }) {
     </div>
     ${given && html`<${LoadDialog.current} name="" given=${given} onClose=${() => setGiven(null)} onLoaded=${onLoaded} />`}
     ${panel === "chats" && html`<${Chats} onOpen=${open} onNew=${() => newChat()} onClose=${() => setPanel("")} />`}
+    ${panel === "vectors" && html`<${Vectors} columns=${setup.columns} model=${model.id} text=${text || chat.turns.at(-1)?.text || ""} onClose=${() => setPanel("")} />`}
     ${panel === "code" && html`<${Code} body=${lastBody()} model=${model.id} hasTriton=${!isChat && models.length < 2} onClose=${() => setPanel("")} />`}`;
 }
 

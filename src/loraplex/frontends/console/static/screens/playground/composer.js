@@ -1,10 +1,10 @@
 // The field at the foot, the row over the replies, and the code of what is sent.
-import { hasKey } from "../../lib/api.js";
+import { hasKey, post } from "../../lib/api.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../../lib/html.js";
-import { t } from "../../lib/texts.js";
+import { count, t } from "../../lib/texts.js";
 import { Copy, Dialog, Icon, Popover } from "../../parts/basics.js";
 import { Export, Import, presets, setPresets, titleOf } from "./chats.js";
-import { changedFields, CHAT_FIELDS, defaultText, FIELDS, formOf, GROUPS, jsonOf, labelOf, START, STRUCTURES } from "./setup.js";
+import { changedFields, CHAT_FIELDS, defaultText, FIELDS, entryOf, formOf, GROUPS, jsonOf, labelOf, START, STRUCTURES } from "./setup.js";
 
 /**
  * @param {{field: {current: HTMLTextAreaElement | null}, setup: import("./setup.js").Setup, text: string,
@@ -75,7 +75,8 @@ export function Toolbar(props) {
   const { setup, chat, numChanged, panel, isPhone, onPanel } = props;
   const toggle = (name) => onPanel(panel === name ? "" : name);
   const chatsButton = (close) => html`<button class="quiet" onClick=${() => { close(); onPanel("chats"); }}>☰ ${t("playground.chats")}</button>`;
-  const code = (close) => html`<button class="quiet" onClick=${() => { close(); onPanel("code"); }}>⟨/⟩ ${t("playground.code")}</button>`;
+  const code = (close) => html`<button class="quiet" onClick=${() => { close(); onPanel("vectors"); }}>∠ ${t("playground.vectors")}</button>
+    <button class="quiet" onClick=${() => { close(); onPanel("code"); }}>⟨/⟩ ${t("playground.code")}</button>`;
   if (isPhone)
     return html`<${Popover} kind="quiet only-icon" card="menu" label=${t("playground.menu")} face="☰">
       ${(close) => html`${chatsButton(close)}<${System} ...${props} /><${View} ...${props} />${code(close)}`}<//>`;
@@ -251,6 +252,52 @@ export function Code({ body, model, hasTriton, onClose }) {
       <pre class="code" tabindex="0">${code}</pre>
       <p class="second label">${t("playground.codeHelp")}</p>
     </div>
+  <//>`;
+}
+
+const DIGITS = { minimumFractionDigits: 3, maximumFractionDigits: 3 };
+
+/**
+ * Cosines of one text's vectors between the columns, and its labels in each that has a head.
+ * @param {{columns: import("./setup.js").Column[], model: string, text: string, onClose: () => void}} props
+ */
+export function Vectors({ columns, model, text: first, onClose }) {
+  const [text, setText] = useState(first);
+  const [rows, setRows] = useState([]);
+  const [error, setError] = useState("");
+  const [isBusy, setBusy] = useState(false);
+  const ask = async (event) => {
+    event.preventDefault();
+    setBusy(true);
+    try {
+      setRows(await Promise.all(columns.map(async ({ key, parts }) => {
+        const body = { model, adapters: [entryOf(parts)].flat().filter(Boolean) };
+        const [{ data: [{ embedding }] }, labels] = await Promise.all([
+          post("/v1/embeddings", { ...body, input: text, normalize: true }),
+          // Without a head there are no labels.
+          post("/predict", { ...body, inputs: text }).catch((failure) => (failure.code === "unsupported_feature" ? null : Promise.reject(failure))),
+        ]);
+        return { key, name: labelOf(parts), embedding, labels };
+      })));
+      setError("");
+    } catch (failure) {
+      setError(failure.message);
+    }
+    setBusy(false);
+  };
+  return html`<${Dialog} title=${t("playground.vectors")} kind="wide-dialog" hasClose onClose=${onClose}>
+    <form class="stack" onSubmit=${ask}>
+      <textarea rows="3" dir="auto" aria-label=${t("playground.prompt")} value=${text} onInput=${(event) => setText(event.target.value)} />
+      <div class="row end"><button class="primary" disabled=${isBusy || !text.trim()}>${t("playground.compute")}</button></div>
+      ${error && html`<p class="bad" role="alert">${error}</p>`}
+      ${rows.length > 0 && html`<table><caption>${t("playground.cosine")}</caption>
+        <thead><tr><td></td>${rows.map(({ key, name }) => html`<th key=${key} scope="col">${name}</th>`)}</tr></thead>
+        <tbody>${rows.map((row) => html`<tr key=${row.key}><th scope="row">${row.name}</th>
+          ${rows.map((other) => html`<td key=${other.key} class="number">${count(row.embedding.reduce((sum, value, i) => sum + value * other.embedding[i], 0), DIGITS)}</td>`)}</tr>`)}</tbody></table>`}
+      ${rows.map(({ key, name, labels }) => labels && html`<table key=${key}><caption>${name}</caption>
+        <tbody>${labels.map(({ label, score }) => html`<tr key=${label}><th scope="row">${label}</th>
+          <td><meter value=${score} aria-label=${label} /></td><td class="number">${count(score, DIGITS)}</td></tr>`)}</tbody></table>`)}
+    </form>
   <//>`;
 }
 

@@ -199,7 +199,7 @@ export function bodyOf(model, fields, entries) {
 }
 
 /** An entry of `adapters`: null for the base. @param {Part[]} parts */
-function entryOf(parts) {
+export function entryOf(parts) {
   const entries = parts.map(({ name, digest, scale, isVersion }) => {
     if (isVersion) return scale === 1 ? { digest } : { digest, scale };
     return scale === 1 ? name : { name, scale };
