@@ -461,11 +461,11 @@ def test_cosines_between_columns_and_labels_of_those_with_a_head(visits, server)
     visits.expect_status(400)
     labels = [{"label": "city", "score": 0.75}, {"label": "river", "score": 0.25}]
 
-    def answer(route):
+    def respond(route):
         has_head = route.request.post_data_json["adapters"] == ["chinese"]
         route.fulfill(json=labels) if has_head else route.continue_()
 
-    page.route("**/predict", answer)
+    page.route("**/predict", respond)
     head(page, "chinese").wait_for()
     field(page).fill(MESSAGE)
     page.get_by_role("button", name="Vectors and labels").click()

@@ -22,7 +22,7 @@ from support.checkpoints import save_random_model, tiny_sizes
 
 VOCAB_SIZE = 199
 NUM_TOKENS = 2048
-"""At least those of the tokenizer."""
+"""Tokens of a model with the tokenizer of the demo, or more."""
 SIZES = tiny_sizes(VOCAB_SIZE, head_dim=16)
 CONFIGS: Mapping[str, PretrainedConfig] = {
     "LlamaModel": LlamaConfig(**SIZES),

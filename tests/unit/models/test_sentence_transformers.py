@@ -202,6 +202,6 @@ def test_paths_that_are_no_folders_within_are_refused(tmp_path: Path, place: str
 
 
 def test_a_pooling_without_its_file_is_refused(tmp_path: Path) -> None:
-    """sentence-transformers reads it, too; the default kind would be a guess."""
+    """sentence-transformers reads it, too; the default kind may be another."""
     with pytest.raises(ConfigError, match="1_Pooling"):
         read_vector_format(folder_with(tmp_path, {"modules.json": USUAL}))
