@@ -24,7 +24,10 @@ from transformers import (
 )
 
 from loraplex import LLM, AdapterMismatchError, SamplingParams, UnsupportedFeatureError
+from loraplex.app.plan import plan_memory
+from loraplex.core.config import ModelConfig
 from loraplex.demo import BASE_PATH
+from loraplex.execution.weights import hub
 from support.checkpoints import save_random_model, tiny_sizes
 from support.families.every import CASES
 
@@ -250,6 +253,23 @@ def test_checkpoints_with_a_head(tmp_path: Path, name: str) -> None:
         labels = ("bad", "fine", "good") if len(wanted) == 3 else ("LABEL_0", "LABEL_1")
         assert result.label == labels[int(wanted.argmax())]
     assert len(embedded.vector)
+
+
+def test_a_plan_reads_the_head_of_a_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA of the head becomes a whole copy, for which the plan needs the base's own."""
+    save_random_model(tmp_path / "plain", CONFIGS["llama"])
+    base = tmp_path / "hub" / "models--o--base" / "snapshots" / "abc"
+    classifier(tmp_path / "plain", 3).save_pretrained(base)
+    with_tokenizer(base)
+    fresh = AutoModelForSequenceClassification.from_pretrained(base, dtype=torch.float32)
+    save_adapter(fresh.eval(), tmp_path / "part", target_modules=["score", "q_proj"])
+    monkeypatch.setattr(hub, "_download", lambda *_: base)
+    config = ModelConfig(path="o/base")
+    [planned] = plan_memory(config, [str(tmp_path / "part")]).adapters.adapters
+    assert planned.problem == ""
+    assert planned.device_pages > 0
 
 
 @pytest.mark.parametrize(
