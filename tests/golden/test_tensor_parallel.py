@@ -62,7 +62,7 @@ SLOW = (
     ),
     *("granite-hybrid", "granite-hybrid-moe", "bamba", "nemotron-h-biases", "nemotron-h-latent"),
     *("qwen3.5", "qwen3.5-three-values", "qwen3.5-moe", "qwen3-next"),
-    *("seed-oss", "arcee", "hunyuan", "exaone4", "ernie", "ernie-moe"),
+    *("seed-oss", "apertus", "arcee", "hunyuan", "exaone4", "ernie", "ernie-moe"),
     *("glm4-moe", "solar-open", "minimax-m2", "llama4"),
     *("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm-4.7-flash", "mistral4"),
 )

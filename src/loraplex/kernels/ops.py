@@ -363,6 +363,13 @@ class Kernels(Protocol):
         """[T, N] -> [T, N]: the activation of each element."""
         ...
 
+    def xielu(self, x: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
+        """[T, N] -> [T, N]: the activation xIELU (arXiv:2411.13010) of each element.
+
+        positive * x^2 + x / 2 above zero, and negative * (e^x - 1 - x) + x / 2 below.
+        """
+        ...
+
     def add_lora(
         self,
         y: torch.Tensor,

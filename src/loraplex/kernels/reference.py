@@ -263,6 +263,12 @@ class ReferenceKernels:
     def activate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return self._activated(x, activation, x.dtype)
 
+    def xielu(self, x: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
+        wide = x.double() if self._is_host else x.float()
+        above, below = wide.clamp(min=0), wide.clamp(max=0)
+        curves = positive * above.square() + negative * (torch.expm1(below) - below)
+        return (curves + wide / 2).to(x.dtype)
+
     def _activated(
         self, x: torch.Tensor, activation: Activation, dtype: torch.dtype
     ) -> torch.Tensor:

@@ -1,11 +1,14 @@
 """Feed-forward part of a decoder layer: dense, or with experts, of which a few compute a token."""
 
+import functools
+
 import torch
+from torch.nn import functional
 
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
 from loraplex.models.mixers.mixer import LayerPlace, MixerInputs, Part
-from loraplex.models.parameters import SELECTION_BIAS, LayerParameters
+from loraplex.models.parameters import SELECTION_BIAS, XIELU, LayerParameters
 from loraplex.models.spec import (
     DOWN,
     LATENT_INPUT,
@@ -37,8 +40,14 @@ class DenseFeedForward:
         parameters: LayerParameters,
         kernels: Kernels,
     ) -> None:
-        self._activation = spec.activation
-        self._activate = kernels.gate if spec.is_gated else kernels.activate
+        activate = kernels.gate if spec.is_gated else kernels.activate
+        self._activate = functools.partial(activate, activation=spec.activation)
+        if spec.xielu:
+            # The article's two factors are positive, and the second one greater than a half.
+            positive, above_half = functional.softplus(parameters.tensors[XIELU].double()).tolist()
+            self._activate = functools.partial(
+                kernels.xielu, positive=positive, negative=above_half + 0.5
+            )
         self._up = place.linear(UP, parameters, kernels)
         self._down = place.linear(DOWN, parameters, kernels)
 
@@ -46,8 +55,7 @@ class DenseFeedForward:
         self, x: torch.Tensor, lora: LoraBatch | None, _inputs: MixerInputs
     ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        inner = self._activate(self._up.forward(x, lora), self._activation)
-        return self._down.forward(inner, lora)
+        return self._down.forward(self._activate(self._up.forward(x, lora)), lora)
 
 
 class ExpertFeedForward:

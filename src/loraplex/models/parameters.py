@@ -20,6 +20,8 @@ from loraplex.models.specs.part import NormKind, NormSpec, TensorSpec
 
 SELECTION_BIAS: Final = "selection_bias"
 """FeedForwardSpec.selection_bias [num_experts]"""
+XIELU: Final = "xielu"
+"""alpha_p, then alpha_n [2] of FeedForwardSpec.xielu"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +39,7 @@ class LayerParameters:
     linears: Mapping[str, PackedLinear]
     """Keys are those of LayerSpec.linears."""
     tensors: Mapping[str, torch.Tensor]
-    """Others, in float32. Keys are the names of MixerSpec.tensors, and SELECTION_BIAS."""
+    """Others, in float32. Keys are the names of MixerSpec.tensors, SELECTION_BIAS and XIELU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -300,6 +302,9 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
         shape = (*rows, feed_forward.routing.num_experts)
         bias = TensorSpec(feed_forward.selection_bias, shape)
         tensors[SELECTION_BIAS] = _build_tensor(bias, source).flatten()
+    if feed_forward is not None and feed_forward.xielu:
+        names = (f"{feed_forward.xielu}.{name}" for name in ("alpha_p", "alpha_n"))
+        tensors[XIELU] = torch.cat([_build_tensor(TensorSpec(n, (1,)), source) for n in names])
     return LayerParameters(norms, linears, tensors)
 
 

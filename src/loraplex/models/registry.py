@@ -13,6 +13,7 @@ from loraplex.models.config_fields import ConfigFields, read_fields
 from loraplex.models.encoder_decoder_config import read_first_ids
 from loraplex.models.engine_folder import model_fields
 from loraplex.models.families import (
+    apertus,
     arcee,
     baichuan,
     bamba,
@@ -139,6 +140,7 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         lfm2.ARCHITECTURE_MOE: lfm2.read_config_moe,
         seed_oss.ARCHITECTURE: seed_oss.read_config,
         arcee.ARCHITECTURE: arcee.read_config,
+        apertus.ARCHITECTURE: apertus.read_config,
         hunyuan.ARCHITECTURE: hunyuan.read_config,
         exaone4.ARCHITECTURE: exaone4.read_config,
         ernie.ARCHITECTURE: ernie.read_config,
@@ -216,7 +218,6 @@ _SPEECH: Final = "its encoder reads sound, and only text is served"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "MllamaForConditionalGeneration": "its cross-attention layers read images",
-        "ApertusForCausalLM": "no kernel computes its activation, xIELU",
         "FalconH1ForCausalLM": "its layers have attention and a state space side by side",
         "WhisperForConditionalGeneration": _SPEECH,
         "Phi3SmallForCausalLM": "it is not a Phi 3: its attention is sparse",

@@ -52,6 +52,9 @@ class FeedForwardSpec:
     activation: Activation
     is_gated: bool
     """Whether the activation of one projection, the gate, multiplies a second one."""
+    xielu: str = ""
+    """Full name of a module with tensors alpha_p [1] and alpha_n [1]: then Kernels.xielu is the
+    activation. Only of a dense part without a gate."""
     routing: RoutingRules | None = None
     """Choice of experts; None: the part is dense."""
     selection_bias: str = ""

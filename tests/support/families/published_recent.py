@@ -13,6 +13,32 @@ _LLAMA3 = {
 }
 
 MODELS: dict[str, Published] = {
+    "apertus-8b": Published(
+        config=config(
+            "ApertusForCausalLM",
+            "4096 21504 32 32 8 131072",
+            attention_bias=False,
+            hidden_act="xielu",
+            max_position_embeddings=65536,
+            rms_norm_eps=1e-05,
+            rope_scaling={
+                "factor": 8.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            rope_theta=12000000,
+            tie_word_embeddings=False,
+        ),
+        num_parameters=8_053_338_176,
+        num_tensors=32 * (4 + 2 + 2 + 2 + 2) + 3,
+        parts=f"{_UNGATED} {HEAD_NORMS} attention_layernorm feedforward_layernorm",
+        others="mlp.act_fn.alpha_{p,n}",
+        thetas={0: 12e6},
+        score_scale=128**-0.5,
+        ignored=("model.layers.0.mlp.act_fn.beta", "model.layers.31.mlp.act_fn.eps"),
+    ),
     "seed-oss-36b": Published(
         config=config(
             "SeedOssForCausalLM",

@@ -3,6 +3,7 @@
 from typing import Any
 
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -21,6 +22,10 @@ def seed_oss(**changes: Any) -> SeedOssConfig:
 
 def arcee(**changes: Any) -> ArceeConfig:
     return ArceeConfig(**(sizes() | changes))
+
+
+def apertus(**changes: Any) -> ApertusConfig:
+    return ApertusConfig(**(sizes(pad_token_id=None) | changes))
 
 
 def hunyuan(**changes: Any) -> HunYuanDenseV1Config:
@@ -46,6 +51,17 @@ CASES: dict[str, FamilyCase] = {
         config=lambda: seed_oss(
             attention_bias=False, attention_out_bias=True, mlp_bias=True, num_key_value_heads=1
         )
+    ),
+    "apertus": FamilyCase(config=apertus, linears=_ARCEE_LINEARS, is_quick=True),
+    "apertus-biases": FamilyCase(
+        config=lambda: apertus(
+            attention_bias=True,
+            tie_word_embeddings=True,
+            num_key_value_heads=None,
+            rms_norm_eps=1e-2,
+            rope_parameters=rope(),
+        ),
+        linears=_ARCEE_LINEARS,
     ),
     "arcee": FamilyCase(
         config=lambda: arcee(

@@ -112,9 +112,9 @@ def test_both_names_of_the_number_of_experts(name: str, tmp_path: Path) -> None:
         ),
         (
             "qwen3-30b-a3b",
-            {"architectures": ["ApertusForCausalLM"]},
+            {"architectures": ["FalconH1ForCausalLM"]},
             UnsupportedModelError,
-            ("ApertusForCausalLM", "xIELU", "Qwen2_5_VLForConditionalGeneration"),
+            ("FalconH1ForCausalLM", "side by side", "Qwen2_5_VLForConditionalGeneration"),
         ),
     ],
 )
