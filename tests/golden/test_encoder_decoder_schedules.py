@@ -85,13 +85,6 @@ def test_two_ranks(folder: Path, plain: Outputs, tmp_path: Path) -> None:
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
 
 
-def engine_pids() -> list[int]:
-    """Return the processes of engines of this process."""
-    children = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
-    pids = [int(pid) for of_task in children for pid in of_task]
-    return [pid for pid in pids if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text()]
-
-
 def test_an_output_survives_a_crash(folder: Path, plain: Outputs, tmp_path: Path) -> None:
     """Kill the engine after the first tokens: the rest is computed anew, of the same input."""
     adapters = adapters_of(folder)
@@ -104,7 +97,7 @@ def test_an_output_survives_a_crash(folder: Path, plain: Outputs, tmp_path: Path
                 tokens += sequence.token_ids
                 logprobs += [entry.logprob for entry in sequence.logprobs]
             if not is_killed:
-                (pid,) = engine_pids()
-                os.kill(pid, signal.SIGKILL)
+                engine = llm._model.service.model(llm._model.name).engine
+                os.kill(engine._link.pid, signal.SIGKILL)
                 is_killed = True
     assert (tuple(tokens), logprobs) == plain[1]
