@@ -30,7 +30,7 @@
 #
 #   make gpu-wheels        here: what such a machine lacks, as wheels in .gpu/wheels
 #   make gpu-check         there: the tests that need a GPU, and 20 measurements, in eight minutes
-#   make gpu-bench PART=a  there: a part of the benchmark, a to e, each of eight minutes at most
+#   make gpu-bench PART=a  there: a part of the benchmark, a to f, each of eight minutes at most
 #
 # Setting up installs the versions in constraints.txt with uv, from the indexes and folders of wheels
 # that pip is configured for. On Linux that may be a CUDA build of torch of several GB, so without
@@ -257,7 +257,8 @@ lock: $(BIN)/uv
 clean:
 	rm -rf $(VENV) $(LOWEST) dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .gpu .triton
 
-GPU_RUN := PYTHONPATH=.gpu/site:src:benchmarks:tests $(GPU_PYTHON) -B
+# vLLM's engine runs in the process of part f, so that its memory is given back.
+GPU_RUN := VLLM_ENABLE_V1_MULTIPROCESSING=0 PYTHONPATH=.gpu/site:src:benchmarks:tests $(GPU_PYTHON) -B
 
 gpu-wheels: $(BIN)/uv
 	$(BIN)/python benchmarks/gpu/wheels.py --python $(GPU_PYTHON_VERSION)

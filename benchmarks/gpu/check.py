@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -23,7 +24,7 @@ from gpu import decode, prefill
 from gpu.card import Place, arrival_bandwidth, copy_bandwidth, this_place
 from gpu.decode import Case
 from gpu.journal import CellJournal, Figures, Header
-from gpu.rig import Rig
+from gpu.rig import Rig, start_seconds
 from loraplex.bench.report import markdown_table
 from loraplex.core.environment import child_environment
 
@@ -58,22 +59,34 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was to be measured, and why it was not."""
 
 
-def run_tests(folder: Path, seconds: float, marker: str, num_cores: int) -> Tests:
+RunFile = Callable[[Path, float, str, int], Tests]
+"""Runs a file of tests: its path, seconds, the marker, processes."""
+
+
+def run_tests(
+    folder: Path,
+    seconds: float,
+    marker: str,
+    num_cores: int,
+    *,
+    run_file: RunFile | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Tests:
     """File by file, so that what one breaks is its own, and until the time is over.
 
     What takes time is compiling, on one core each. So files run side by side, and the tests of a
-    file in several processes where pytest-xdist is installed.
+    file in several processes where pytest-xdist is installed. run_file: as _run_file.
     """
-    deadline = time.monotonic() + seconds
+    deadline = clock() + seconds
     files = sorted(folder.rglob("test_*.py"))
     at_once = max(1, min(len(files), num_cores))
     processes = num_cores // at_once if importlib.util.find_spec("xdist") else 1
 
     def run(file: Path) -> Tests:
-        left = deadline - time.monotonic()
+        left = deadline - clock()
         if left <= 1:
             return Tests(not_run=(str(file),))
-        return _run_file(file, left, marker, processes)
+        return (run_file or _run_file)(file, left, marker, processes)
 
     total = Tests()
     with ThreadPoolExecutor(at_once) as pool:
@@ -133,17 +146,37 @@ def measure(journal: CellJournal, device: torch.device, plan: decode.Plan) -> No
     model, batches = plan.models[0], plan.batches
     journal.measure("copy", lambda: {"bytes_per_second": copy_bandwidth(device)})
     journal.measure("arrival", lambda: {"bytes_per_second": arrival_bandwidth(device)})
+    if not journal.begins(keys(plan), start_seconds(device)):
+        return
     rig = decode.make_rig(device, plan, model, max(batches), 1 << 20)
     try:
         for case, handles in _cases(rig, plan):
             decode.measure_case(journal, rig, plan, case, handles)
-        for number, length in ((1, plan.context // 2), (min(4, batches[-1]), plan.context // 4)):
+        for number, length in _prompts(plan):
             for kind, handles in (("none", []), ("one", rig.load(1, plan.ranks[0], "all"))):
                 step = functools.partial(prefill.step, rig, number, length, handles)
                 journal.measure(f"{model} prefill {number}x{length} {kind}", step, 10)
         journal.measure("adapter copies", lambda: _copies(rig, plan), 10)
     finally:
         rig.close()
+
+
+def keys(plan: decode.Plan) -> list[str]:
+    """Return what `measure` measures."""
+    model, rank = plan.models[0], plan.ranks[0]
+    found = ["copy", "arrival", *(Case(model, batch, "none").key for batch in plan.batches)]
+    for modules, batch in itertools.product(("qkv", "all"), plan.batches):
+        found.append(Case(model, batch, "one", rank, modules).key)
+        if batch > 1:
+            found.append(Case(model, batch, "distinct", rank, modules).key)
+    for number, length in _prompts(plan):
+        found += [f"{model} prefill {number}x{length} {kind}" for kind in ("none", "one")]
+    return [*found, "adapter copies"]
+
+
+def _prompts(plan: decode.Plan) -> tuple[tuple[int, int], ...]:
+    """Return numbers of prompts in a step, and their lengths."""
+    return (1, plan.context // 2), (min(4, plan.batches[-1]), plan.context // 4)
 
 
 def _cases(rig: Rig, plan: decode.Plan) -> Iterator[tuple[Case, list[int]]]:
@@ -197,7 +230,7 @@ def _ratio(key: str, rows: dict[str, Figures]) -> float | None:
 
 
 def _measured(
-    journal: CellJournal, work: Callable[[], None], missing: dict[str, str]
+    journal: CellJournal, plan: decode.Plan, work: Callable[[], None], missing: dict[str, str]
 ) -> dict[str, Figures]:
     """What can be measured, even if a kernel fails: the tests report why."""
     try:
@@ -205,7 +238,8 @@ def _measured(
     except Exception as error:
         missing["the rest"] = f"{type(error).__name__}: {error}"[:500]
     missing |= {cell.key: cell.missing for cell in journal.cells.values() if cell.missing}
-    missing |= dict.fromkeys(journal.left_out, "no time was left")
+    journal.leave_out(keys(plan), missing.get("the rest", "the check ended before"))
+    missing |= journal.left_out
     return {cell.key: cell.figures for cell in journal.cells.values() if not cell.missing}
 
 
@@ -234,7 +268,7 @@ def main() -> int:
     left = arguments.seconds - (time.monotonic() - start)
     journal = CellJournal(journal_path, Header(place=place, settings={}), left - 5)
     missing: dict[str, str] = {}
-    rows = _measured(journal, lambda: measure(journal, device, plan), missing)
+    rows = _measured(journal, plan, lambda: measure(journal, device, plan), missing)
     report = CheckReport(place=place, tests=tests, rows=rows, missing=missing)
     output.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     journal_path.unlink()

@@ -10,7 +10,7 @@ import torch
 from gpu.card import copy_bandwidth
 from gpu.journal import CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config, kv_bytes, step_bytes
-from gpu.rig import Rig, RigSettings
+from gpu.rig import Rig, RigSettings, start_seconds
 from loraplex.bench.report import markdown_table
 
 _BLOCKS = 5
@@ -53,6 +53,10 @@ FULL = Plan(
 TINY = Plan(("tiny",), (1, 3), (4, 8), 32, 2, "float32")
 
 
+def keys(plan: Plan) -> list[str]:
+    return ["copy", *(case.key for model in plan.models for case in cases(plan, model))]
+
+
 def cases(plan: Plan, model: str) -> Iterator[Case]:
     """Those of one kind of adapter together: they are copied to the device once."""
     for batch in plan.batches:
@@ -68,10 +72,8 @@ def run(
     journal.measure("copy", lambda: {"bytes_per_second": copy_bandwidth(device)})
     for model in plan.models:
         wanted = [case for case in cases(plan, model) if case.key not in journal.cells]
-        if wanted and journal.seconds_left > 30:
+        if journal.begins([case.key for case in wanted], start_seconds(device)):
             _run_model(journal, device, plan, wanted, pool_bytes)
-        else:
-            journal.left_out += [case.key for case in wanted]
 
 
 def _run_model(

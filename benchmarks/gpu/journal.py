@@ -5,8 +5,9 @@ minutes. Figures of two pieces are of one file only if code, card and settings a
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -32,17 +33,29 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, tag="cell"):
     """Which start of the benchmark measured it."""
 
 
+NO_TIME: Final = "no time was left"
+
+
 class CellJournal:
     """The cells of one file, by key, and the time that is left for more."""
 
-    def __init__(self, path: Path, header: Header, seconds: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: Header,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Go on with the file, or begin it. Raises ConfigError if it is of something else."""
         self.path = path
         self.header = header
         self.cells: dict[str, Cell] = {}
-        self.left_out: list[str] = []
-        """Figures that were skipped because the time was over."""
-        self._deadline = time.monotonic() + seconds
+        self.left_out: dict[str, str] = {}
+        """Why figures were not measured now, by their keys; another start may."""
+        self._clock = clock
+        self._deadline = clock() + seconds
+        self._took: dict[float, float] = {}
+        """Longest time of figures with one estimate: the next of them may take as long."""
         self._piece = 0
         if path.exists():
             self._read()
@@ -52,24 +65,44 @@ class CellJournal:
 
     @property
     def seconds_left(self) -> float:
-        return self._deadline - time.monotonic()
+        return self._deadline - self._clock()
+
+    def begins(self, keys: Iterable[str], seconds: float) -> bool:
+        """Return whether work for some of these figures begins: it is needed, and there is time.
+
+        seconds: what it takes before the first of them, about.
+        """
+        wanted = [key for key in keys if key not in self.cells]
+        if wanted and self.seconds_left < seconds:
+            self.leave_out(wanted, NO_TIME)
+            return False
+        return bool(wanted)
+
+    def leave_out(self, keys: Iterable[str], reason: str) -> None:
+        """Note those that have no figures, nor a reason yet."""
+        for key in keys:
+            if key not in self.cells:
+                self.left_out.setdefault(key, reason)
 
     def measure(self, key: str, work: Callable[[], Figures], seconds: float = 0.0) -> Cell | None:
         """The cell of that key, measured unless it is known; None if there is no time.
 
-        seconds: what it takes at most, about. Out of memory is a result, too.
+        seconds: what it takes at most, about; or what another one with this estimate took. Out of
+        memory is a result, too.
         """
         if key in self.cells:
             return self.cells[key]
-        if self.seconds_left < seconds:
-            self.left_out.append(key)
+        if self.seconds_left < max(seconds, self._took.get(seconds, 0.0)):
+            self.leave_out([key], NO_TIME)
             return None
+        start = self._clock()
         try:
             cell = Cell(key=key, figures=work(), piece=self._piece)
         except (MemoryError, RuntimeError, ConfigError) as error:
             if not _is_out_of_memory(error):
                 raise
             cell = Cell(key=key, missing="out of memory", piece=self._piece)
+        self._took[seconds] = max(self._clock() - start, self._took.get(seconds, 0.0))
         self.add(cell)
         return cell
 

@@ -1,5 +1,6 @@
 """Part d: how long the first token of an adapter takes, from where the adapter is."""
 
+import functools
 import os
 import statistics
 import tempfile
@@ -12,9 +13,9 @@ import torch
 
 from gpu.card import arrival_bandwidth
 from gpu.engines import bytes_on_host, make_engine, request_of
-from gpu.journal import Cell, CellJournal, Figures
+from gpu.journal import CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config
-from gpu.rig import Rig, RigSettings, lora_targets
+from gpu.rig import Rig, RigSettings, lora_targets, start_seconds
 from loraplex.adapters.canonical import (
     CanonicalRow,
     RowKind,
@@ -52,13 +53,18 @@ def run(journal: CellJournal, device: torch.device, plan: Plan) -> None:
     cell = journal.measure("arrival", lambda: {"bytes_per_second": arrival_bandwidth(device)})
     bandwidth = cell.figures if cell else bandwidth
     for kind in plan.kinds:
-        if all(f"{_name(kind)} {place}" in journal.cells for place in _PLACES):
-            continue
-        if journal.seconds_left < 90 and device.type == "cuda":
-            journal.left_out.append(_name(kind))
+        if not journal.begins(_keys(kind), start_seconds(device)):
             continue
         with tempfile.TemporaryDirectory(dir=".") as folder:
             _run_kind(journal, device, plan, kind, Path(folder))
+
+
+def keys(plan: Plan) -> list[str]:
+    return ["arrival", *(key for kind in plan.kinds for key in _keys(kind))]
+
+
+def _keys(kind: tuple[int, str]) -> list[str]:
+    return [f"{_name(kind)} {place}" for place in _PLACES]
 
 
 def _name(kind: tuple[int, str]) -> str:
@@ -90,19 +96,22 @@ def _run_kind(
         bench.first_token(None)  # the base model: what is compiled at its first use
         bench.first_token(1)
         for place in _PLACES:
-            if f"{_name(kind)} {place}" in journal.cells:
-                continue
-            seconds = [bench.measure(place) for _ in range(plan.repeats)]
-            figures: Figures = {
-                "seconds": statistics.median(seconds),
-                "least": min(seconds),
-                "most": max(seconds),
-                "bytes": size,
-            }
-            journal.add(Cell(key=f"{_name(kind)} {place}", figures=figures))
+            work = functools.partial(_figures, bench, place, plan.repeats, size)
+            journal.measure(f"{_name(kind)} {place}", work, seconds=20)
     finally:
         engine.close()
         loader.close()
+
+
+def _figures(bench: "_Loads", place: str, repeats: int, size: int) -> Figures:
+    """size: bytes of the adapter."""
+    seconds = [bench.measure(place) for _ in range(repeats)]
+    return {
+        "seconds": statistics.median(seconds),
+        "least": min(seconds),
+        "most": max(seconds),
+        "bytes": size,
+    }
 
 
 class _Loads:
@@ -218,10 +227,10 @@ def table(journal: CellJournal, plan: Plan) -> str:
         warm = journal.cells.get(f"{_name(kind)} device")
         for place in _PLACES:
             cell = journal.cells.get(f"{_name(kind)} {place}")
-            if cell is None:
+            if cell is None or cell.missing:
                 continue
             found = cell.figures
-            added = found["seconds"] - warm.figures["seconds"] if warm else 0.0
+            added = found["seconds"] - warm.figures["seconds"] if warm and not warm.missing else 0.0
             floor = "" if not speed or place == "device" else f"{1e3 * found['bytes'] / speed:.2f}"
             rows.append(
                 (

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from gpu.journal import CellJournal, Figures
+from gpu.journal import Cell, CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config, step_bytes
-from gpu.rig import Rig, RigSettings
+from gpu.rig import Rig, RigSettings, start_seconds
 from loraplex.bench.report import markdown_table
 from loraplex.core.adapter import AdapterHandle
 
@@ -33,6 +33,10 @@ FULL = Plan(
 TINY = Plan(("tiny",), "float32", ((1, 8), (2, 8)), ((4, "all"),))
 
 
+def keys(plan: Plan) -> list[str]:
+    return [key for model in plan.models for key, _, _ in _keys(plan, model)]
+
+
 def _keys(plan: Plan, model: str) -> list[tuple[str, tuple[int, int], tuple[int, str] | None]]:
     found: list[tuple[str, tuple[int, int], tuple[int, str] | None]] = []
     for kind in (None, *plan.kinds):
@@ -44,11 +48,8 @@ def _keys(plan: Plan, model: str) -> list[tuple[str, tuple[int, int], tuple[int,
 
 def run(journal: CellJournal, device: torch.device, plan: Plan) -> None:
     for model in plan.models:
-        keys = _keys(plan, model)
-        if all(key in journal.cells for key, _, _ in keys):
-            continue
-        if journal.seconds_left < 30 and device.type == "cuda":
-            journal.left_out += [key for key, _, _ in keys if key not in journal.cells]
+        wanted = [key for key, _, _ in _keys(plan, model)]
+        if not journal.begins(wanted, start_seconds(device)):
             continue
         rig = Rig(_settings(device, plan, model))
         try:
@@ -82,6 +83,7 @@ def _run_model(journal: CellJournal, rig: Rig, plan: Plan, model: str) -> None:
     most = max(number for number, _ in plan.prompts)
     for key, (number, length), kind in _keys(plan, model):
         if length > rig.runner.capacity().max_model_len:
+            journal.add(Cell(key=key, missing="longer than the model's maximum"))
             continue
         if kind is not None and kind != loaded:
             loaded, handles = kind, rig.load(most, *kind)
@@ -112,7 +114,8 @@ def table(journal: CellJournal, plan: Plan) -> str:
                 continue
             base = journal.cells.get(f"{model} {number}x{length} none")
             found = cell.figures
-            ratio = found["step_ms"] / base.figures["step_ms"] if base and kind else None
+            has_base = base is not None and not base.missing and kind is not None
+            ratio = found["step_ms"] / base.figures["step_ms"] if base and has_base else None
             rows.append(
                 (
                     key,

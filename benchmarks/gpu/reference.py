@@ -19,11 +19,12 @@ from gpu.card import seconds_of
 from gpu.engines import Kind, bytes_on_host, closed_loop, forget, make_engine, register
 from gpu.journal import CellJournal, Figures
 from gpu.models import MODULES, adapter_bytes, decoder_config, hf_config
-from gpu.rig import Rig, RigSettings
+from gpu.rig import Rig, RigSettings, start_seconds
 from loraplex.bench.report import markdown_table
 from loraplex.bench.workload import PlannedRequest
 
 _REPEATS = 3
+_PEFT_SECONDS = 45.0
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -55,22 +56,37 @@ def requests_of(plan: Plan, repeat: int, vocab_size: int, with_lora: bool) -> li
 
 
 def run(journal: CellJournal, device: torch.device, plan: Plan) -> None:
-    ours = [f"loraplex {name}" for name in _names(plan)]
-    theirs = [f"peft {name}{how}" for name in _names(plan) for how in ("", " one by one")]
-    if not all(key in journal.cells for key in ours):
-        _run_ours(journal, device, plan)
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    if not all(key in journal.cells for key in theirs):
+    if journal.begins(our_keys(plan), start_seconds(device)):
+        run_ours(journal, device, plan)
+    release(device)
+    if journal.begins(_their_keys(plan), _PEFT_SECONDS if device.type == "cuda" else 0.0):
         _run_theirs(journal, device, plan)
 
 
-def _names(plan: Plan) -> list[str]:
+def release(device: torch.device) -> None:
+    """Give the memory of what ended back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def keys(plan: Plan) -> list[str]:
+    return our_keys(plan) + _their_keys(plan)
+
+
+def our_keys(plan: Plan) -> list[str]:
+    return [f"loraplex {name}" for name in names(plan)]
+
+
+def _their_keys(plan: Plan) -> list[str]:
+    return [f"peft {name}{how}" for name in names(plan) for how in ("", " one by one")]
+
+
+def names(plan: Plan) -> list[str]:
     return ["base", *(f"distinct r{rank} {modules}" for rank, modules in plan.kinds)]
 
 
-def _run_ours(journal: CellJournal, device: torch.device, plan: Plan) -> None:
+def run_ours(journal: CellJournal, device: torch.device, plan: Plan) -> None:
     config, itemsize = decoder_config(plan.model, plan.dtype), getattr(torch, plan.dtype).itemsize
     rank = max(rank for rank, _ in plan.kinds)
     longest = plan.prompt_tokens + plan.output_tokens + 16
@@ -90,7 +106,7 @@ def _run_ours(journal: CellJournal, device: torch.device, plan: Plan) -> None:
     engine = make_engine(rig, bytes_on_host(device))
     vocab = rig.config.vocab_size
     try:
-        for name, kind in zip(_names(plan), (None, *plan.kinds), strict=True):
+        for name, kind in zip(names(plan), (None, *plan.kinds), strict=True):
             digests = [] if kind is None else register(engine, rig, Kind(*kind), plan.batch)
 
             def work(kind: Any = kind, digests: list[str] = digests) -> Figures:
@@ -100,7 +116,7 @@ def _run_ours(journal: CellJournal, device: torch.device, plan: Plan) -> None:
                     )["seconds"]
                     for repeat in range(1 + _REPEATS)
                 ]
-                return _figures(plan, runs[1:], plan.batch)
+                return figures_of(plan, runs[1:], plan.batch)
 
             journal.measure(f"loraplex {name}", work, seconds=30)
             forget(engine, digests)
@@ -108,7 +124,7 @@ def _run_ours(journal: CellJournal, device: torch.device, plan: Plan) -> None:
         engine.close()
 
 
-def _figures(plan: Plan, seconds: list[float], count: int) -> Figures:
+def figures_of(plan: Plan, seconds: list[float], count: int) -> Figures:
     median = statistics.median(seconds)
     tokens = count * plan.output_tokens
     return {"seconds": median, "tokens_per_second": tokens / median}
@@ -123,12 +139,14 @@ def _run_theirs(journal: CellJournal, device: torch.device, plan: Plan) -> None:
     with torch.device(device):
         make: Any = AutoModelForCausalLM.from_config
         model = make(config, dtype=getattr(torch, plan.dtype)).eval()
-    for name, kind in zip(_names(plan), (None, *plan.kinds), strict=True):
+    for name, kind in zip(names(plan), (None, *plan.kinds), strict=True):
         adapted = model if kind is None else _with_adapters(model, plan, *kind)
-        names = [] if kind is None else [f"a{number}" for number in range(plan.batch)]
-        mixed = functools.partial(_time, _mixed(adapted, device, plan, names), device, plan)
+        adapters = [] if kind is None else [f"a{number}" for number in range(plan.batch)]
+        mixed = functools.partial(_time, _mixed(adapted, device, plan, adapters), device, plan)
         journal.measure(f"peft {name}", mixed, 60)
-        alone = functools.partial(_time, _one_by_one(adapted, device, plan, names), device, plan, 1)
+        alone = functools.partial(
+            _time, _one_by_one(adapted, device, plan, adapters), device, plan, 1
+        )
         journal.measure(f"peft {name} one by one", alone, 60)
         if kind is not None:
             model = adapted.unload()
@@ -201,12 +219,12 @@ def _time(
     """Time `work`, which returns the number of its completed requests."""
     counts: list[int] = []
     seconds = seconds_of(lambda: counts.append(work()), device, repeats)
-    return _figures(plan, seconds, counts[-1])
+    return figures_of(plan, seconds, counts[-1])
 
 
 def table(journal: CellJournal, plan: Plan) -> str:
     rows = []
-    for name in _names(plan):
+    for name in names(plan):
         ours = journal.cells.get(f"loraplex {name}")
         theirs = [journal.cells.get(f"peft {name}{how}") for how in ("", " one by one")]
         speeds = [

@@ -29,6 +29,11 @@ _IN_FLIGHT = 2
 """Steps that are launched before the oldest one is waited for: as the engine does with overlap."""
 
 
+def start_seconds(device: torch.device) -> float:
+    """Return what a rig takes to start, about: on a bare machine its kernels are compiled then."""
+    return 75.0 if device.type == "cuda" else 0.0
+
+
 @dataclasses.dataclass(frozen=True)
 class RigSettings:
     model: str

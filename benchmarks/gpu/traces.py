@@ -15,7 +15,7 @@ from gpu.engines import (
 )
 from gpu.journal import CellJournal, Figures
 from gpu.models import adapter_bytes, decoder_config
-from gpu.rig import Rig, RigSettings
+from gpu.rig import Rig, RigSettings, start_seconds
 from loraplex.bench.popularity import (
     BaseOnly,
     Distinct,
@@ -74,7 +74,7 @@ _SLORA_MODULES = "qkvo"
 
 
 def run(journal: CellJournal, device: torch.device, plan: Plan) -> None:
-    if all(key in journal.cells for key in _keys(plan)):
+    if not journal.begins(keys(plan), 2 * start_seconds(device)):
         return
     config = decoder_config(plan.model, plan.dtype)
     itemsize = getattr(torch, plan.dtype).itemsize
@@ -100,7 +100,7 @@ def run(journal: CellJournal, device: torch.device, plan: Plan) -> None:
         engine.close()
 
 
-def _keys(plan: Plan) -> list[str]:
+def keys(plan: Plan) -> list[str]:
     punica = [_punica_key(name, kind) for kind in plan.kinds for name in POPULARITIES]
     slora = [f"s-lora n={n} {how}" for n in plan.numbers for how in ("trace", "saturated")]
     return punica + slora
@@ -179,9 +179,9 @@ def _slora(journal: CellJournal, engine: Engine, rig: Rig, plan: Plan) -> None:
 
 def table(journal: CellJournal, plan: Plan) -> str:
     rows = []
-    for key in dict.fromkeys(_keys(plan)):
+    for key in dict.fromkeys(keys(plan)):
         cell = journal.cells.get(key)
-        if cell is None:
+        if cell is None or cell.missing:
             continue
         found, base = cell.figures, _base_of(journal, key, plan)
         rows.append(
@@ -201,4 +201,4 @@ def _base_of(journal: CellJournal, key: str, plan: Plan) -> float | None:
     how = key.rsplit(" ", 1)[-1]
     base = "punica base" if key.startswith("punica") else f"s-lora n={plan.numbers[0]} {how}"
     cell = journal.cells.get(base)
-    return cell.figures["tokens_per_second"] if cell and how != "trace" else None
+    return cell.figures.get("tokens_per_second") if cell and how != "trace" else None
