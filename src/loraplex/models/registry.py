@@ -207,6 +207,9 @@ CLASSIFIERS: Final[Mapping[str, str]] = MappingProxyType(
                 arcee.ARCHITECTURE,
                 hunyuan.ARCHITECTURE,
                 exaone4.ARCHITECTURE,
+                deepseek.ARCHITECTURE_2,
+                deepseek.ARCHITECTURE_3,
+                mistral4.ARCHITECTURE,
             )
         },
     }
