@@ -51,14 +51,14 @@ def test_axe_finds_no_violation_in_a_chat_and_what_it_opens(visits, language):
     words = page.evaluate(
         "async ([language]) => { const { texts: { playground: p, shell: s } } ="
         " await import(`/console/texts/${language}.js`);"
-        " return [p.parameters, p.structure, p.tools, p.chats, p.code, s.more, 'capitals']; }",
+        " return [p.parameters, p.structure, p.tools, p.chats, p.code, p.vectors, s.more, 'capitals']; }",
         [("en", "zh", "ja")[language]],
     )
     found = []
     for theme, width in (("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)):
         page.emulate_media(color_scheme=theme)
         page.set_viewport_size({"width": width, "height": 800})
-        for word in [*words[:3], *(words[3:] if width > 640 else words[5:])]:
+        for word in [*words[:3], *(words[3:] if width > 640 else words[6:])]:
             opener = page.get_by_role("button", name=word).first
             opener.click()
             # A window is open once the browser has drawn it, a panel once its button reports it.
