@@ -5,6 +5,7 @@ vectors of the prompt's tokens and the adapters.
 """
 
 import json
+import queue
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -219,6 +220,30 @@ def test_a_request_of_the_openai_front_end_to_a_vllm_model(backend, openai):
             with pytest.raises(InferenceServerException) as caught:
                 request(bad)
             assert re.search(naming("embedding_request"), str(caught.value))
+
+
+def test_a_decoupled_model_sends_one_final_response(backend, openai):
+    """As the tests of the vLLM backend request it: over a stream."""
+    only = ModelDeclaration(name="vllm_model", kind=VLLM, base_model="echo", is_decoupled=True)
+    results: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    inputs = tensors(
+        tritonclient.grpc,
+        text_input=np.array([""], dtype=object),
+        embedding_request=np.array(['{"input": "hi", "pooling_params": {}}'], dtype=object),
+    )
+    with (
+        served_triton(backend, declarations=[only]) as triton,
+        tritonclient.grpc.InferenceServerClient(triton.grpc) as client,
+    ):
+        client.start_stream(lambda result, error: results.put((result, error)))
+        wanted = [tritonclient.grpc.InferRequestedOutput("text_output")]
+        client.async_stream_infer("vllm_model", inputs, outputs=wanted)
+        result, error = results.get(timeout=60)
+        client.stop_stream()
+    assert error is None, error
+    assert json.loads(result.as_numpy("text_output")[0]) == expected(openai, "echo", "hi").tolist()
+    assert result.get_response().parameters["triton_final_response"].bool_param
+    assert results.empty()
 
 
 # ---------------------------------------------------------------- both wires' results
