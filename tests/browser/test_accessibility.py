@@ -51,7 +51,8 @@ def test_axe_finds_no_violation_in_a_chat_and_what_it_opens(visits, language):
     words = page.evaluate(
         "async ([language]) => { const { texts: { playground: p, shell: s } } ="
         " await import(`/console/texts/${language}.js`);"
-        " return [p.parameters, p.structure, p.tools, p.chats, p.code, p.vectors, s.more, 'capitals']; }",
+        " return [p.parameters, p.structure, p.tools, p.chats, p.code, p.vectors, s.more,"
+        " 'capitals']; }",
         [("en", "zh", "ja")[language]],
     )
     found = []
