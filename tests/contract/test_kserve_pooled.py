@@ -223,7 +223,7 @@ def test_a_request_of_the_openai_front_end_to_a_vllm_model(backend, openai):
 
 
 def test_a_decoupled_model_sends_one_final_response(backend, openai):
-    """As the tests of the vLLM backend request it: over a stream."""
+    """The tests of the vLLM backend request it over a stream."""
     only = ModelDeclaration(name="vllm_model", kind=VLLM, base_model="echo", is_decoupled=True)
     results: queue.Queue[tuple[Any, Any]] = queue.Queue()
     inputs = tensors(
