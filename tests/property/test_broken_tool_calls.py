@@ -232,8 +232,9 @@ def assert_no_half_marker(family: str, content: str, text: str, has_calls: bool)
     for end in WRITTEN[family].ends:
         before = content.partition(end)[0]
         # Calls of Python's and those in a list have no marker of their own: what is left of a
-        # broken one begins with its name or its object.
-        starts = (*FORMATS[family].markers, "<function=", "f(", "g(", '{"name"', '{"arguments"')
+        # broken one begins with its name or its bracket.
+        of_list = ("{",) if LIST in WRITTEN[family].text else ("f(", "g(")
+        starts = (*FORMATS[family].markers, "<function=", *of_list)
         assert end not in content or any(s in before for s in starts) or text.startswith(before), (
             content
         )
