@@ -9,12 +9,14 @@ from transformers import (
     DeepseekV32Config,
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
+    Kimi_K25Config,
     Mistral4Config,
     Mistral4ForCausalLM,
 )
 
 from support.families.case import FamilyCase, sizes
 from support.families.experts import DENSE_LINEARS
+from support.families.first import WRAPPER, mistral3
 
 EXPERTS = {
     "parameters": tuple(
@@ -85,6 +87,24 @@ def mistral_4(**changes: Any) -> Mistral4Config:
         "first_k_dense_replace": 0,
     }
     return Mistral4Config(**_latent(**(fields | changes)))
+
+
+def kimi(**changes: Any) -> Kimi_K25Config:
+    """Return the wrapper of Kimi K2.5, with a small tower."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    }
+    return Kimi_K25Config(
+        text_config=deepseek_3(**changes).to_dict(),
+        vision_config=vision,
+        projection_hidden_size=16,
+        tie_word_embeddings=False,
+    )
 
 
 class LanguageModelOfMistral4:
@@ -159,6 +179,12 @@ CASES = {
         prepare=with_biases,
         **LINEARS,
     ),
+    "kimi-k2.5": FamilyCase(
+        config=lambda: kimi(n_group=1, rope_parameters=yarn()),
+        prepare=with_biases,
+        **WRAPPER,
+        **LINEARS,
+    ),
     "deepseek-v3.2": FamilyCase(
         config=lambda: deepseek_3_2(rope_parameters=yarn()),
         is_quick=True,
@@ -173,6 +199,9 @@ CASES = {
     ),
     "mistral4": FamilyCase(
         config=mistral_4, is_quick=True, model_class=LanguageModelOfMistral4, **LINEARS
+    ),
+    "mistral4-wrapper": FamilyCase(
+        config=lambda: mistral3(mistral_4(), tie_word_embeddings=False), **WRAPPER, **LINEARS
     ),
     "mistral4-plain": FamilyCase(
         config=lambda: mistral_4(

@@ -6,6 +6,7 @@ import torch
 from transformers import (
     Ernie4_5_MoeConfig,
     Glm4MoeConfig,
+    Llama4Config,
     Llama4TextConfig,
     MiniMaxM2Config,
     SolarOpenConfig,
@@ -13,6 +14,7 @@ from transformers import (
 
 from support.families.case import FamilyCase, sizes
 from support.families.experts import DENSE_LINEARS, linears
+from support.families.first import VISION, WRAPPER
 from support.families.recent import rope
 
 SHARED = linears() | {"linears": ("q_proj", "k_proj", *DENSE_LINEARS, "v_proj", "o_proj")}
@@ -65,6 +67,16 @@ def llama4(**changes: Any) -> Llama4TextConfig:
     return Llama4TextConfig(**(fields | changes))
 
 
+def llama4_wrapper(**changes: Any) -> Llama4Config:
+    vision = {
+        **VISION,
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    }
+    return Llama4Config(text_config=llama4(**changes).to_dict(), vision_config=vision)
+
+
 LLAMA4: dict[str, Any] = {
     "linears": ("q_proj", "k_proj", *DENSE_LINEARS, "v_proj", "o_proj"),
     "parameters": ("experts.gate_up_proj", "experts.down_proj"),
@@ -81,6 +93,7 @@ def _with_biases(model: Any) -> None:
 
 CASES: dict[str, FamilyCase] = {
     "llama4": FamilyCase(config=llama4, is_quick=True, **LLAMA4),
+    "llama4-wrapper": FamilyCase(config=llama4_wrapper, **WRAPPER, **LLAMA4),
     "llama4-all-experts": FamilyCase(
         config=lambda: llama4(
             interleave_moe_layer_step=1,

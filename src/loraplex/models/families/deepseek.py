@@ -157,7 +157,9 @@ def read_config_glm_5(fields: ConfigFields) -> ModelSpec:
 def read_wrapper_kimi(fields: ConfigFields) -> ModelSpec:
     spec = read_text_tower(fields, WRAPPER_KIMI, read_config_3, ties=False)
     ignored = rf"{spec.names.ignored}|(model\.)?mm_projector\..*"
-    names = dataclasses.replace(spec.names, ignored=ignored)
+    # What transformers 5 saves has the language model's layers under the tower's name for its own.
+    other_names = {**spec.names.other_names, "blocks": spec.names.layers}
+    names = dataclasses.replace(spec.names, ignored=ignored, other_names=other_names)
     return dataclasses.replace(spec, names=names)
 
 
