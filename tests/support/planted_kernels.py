@@ -54,8 +54,8 @@ def starts_badly(
 
 
 def _off_by_a_little(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def planted(*arguments: Any) -> torch.Tensor:
-        result = op(*arguments)
+    def planted(*arguments: Any, **options: Any) -> torch.Tensor:
+        result = op(*arguments, **options)
         result[-1, -1] += 0.2 * result.abs().max()
         return result
 
