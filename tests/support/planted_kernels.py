@@ -98,9 +98,9 @@ def ruinous(
     kernels = best_backend(settings, accelerator, sizes)
     gate = kernels.gate
 
-    def planted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def planted(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
         places = torch.full((1,), 1 << 40, device=x.device)
-        return gate(x, *arguments) + x.flatten()[places]
+        return gate(x, *arguments, **options) + x.flatten()[places]
 
     vars(kernels)["gate"] = planted
     return kernels
