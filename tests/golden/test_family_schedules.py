@@ -25,6 +25,8 @@ QUICK = "cohere2"
 TRAITS = {
     "windows and full layers": ("gemma3", "olmo3", "cohere2-types", "smollm3-windows"),
     "windows shorter than a block": ("gemma3-period", "cohere2-period", "olmo3-biases"),
+    "keys and values of other layers": ("gemma4", "gemma4-period", "gemma4-unified-shared"),
+    "heads of two sizes": ("gemma4-keys-are-values",),
     "windows in all layers": ("starcoder2", "phi3-window"),
     "soft caps": ("gemma2", "gemma2-small-caps"),
     "ALiBi": ("falcon-alibi", "bloom", "bloom-7-heads", "baichuan"),

@@ -48,7 +48,19 @@ BITS = {
 PRECISIONS = ({}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"})
 QUICK = ("gemma", "mixtral")
 SLOW = (
-    *("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "gpt-neox", "bloom", "falcon-new"),
+    *(
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "gemma4-keys-are-values",
+        "phi3",
+        "glm4",
+        "granite",
+        "cohere2",
+        "gpt-neox",
+        "bloom",
+        "falcon-new",
+    ),
     *(
         "opt-350m",
         "starcoder2",

@@ -64,7 +64,10 @@ def parts_of(spec: ModelSpec) -> Iterator[tuple[str, ModelSpec]]:
         except ConfigError:
             continue  # two ranks cannot share this model
     for index in range(2):
-        yield f"stage {index}", stage(spec, PipelineStage(index, 2))
+        try:
+            yield f"stage {index}", stage(spec, PipelineStage(index, 2))
+        except ConfigError:
+            continue  # two stages cannot divide this model
 
 
 def digests(name: str, folder: Path) -> dict[str, str]:

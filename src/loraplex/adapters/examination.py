@@ -24,7 +24,13 @@ from loraplex.adapters.formats.inputs import (
     read_fitting_rows,
 )
 from loraplex.adapters.formats.modules import LORA_MODULES
-from loraplex.adapters.formats.peft_names import PeftSlot, TensorName, is_of_other_tower, parse_name
+from loraplex.adapters.formats.peft_names import (
+    PeftSlot,
+    TensorName,
+    is_of_other_tower,
+    is_unread,
+    parse_name,
+)
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import other_layout
 from loraplex.adapters.staged import Examination, ExaminedTensor, StageRequest
@@ -37,6 +43,7 @@ _MAX_CHARS: Final = 1000
 _OTHER_TOWER: Final = (
     "left out: it is of images, sound or draft tokens, and no text passes through it"
 )
+_UNREAD: Final = "left out: its layer reads the keys and values of another one"
 _BASE_COPY: Final = "left out: a copy of the base model's own weight, with the same values"
 _COPIES: Final = (PeftSlot.WEIGHT, PeftSlot.BIAS, PeftSlot.BASE_WEIGHT, PeftSlot.BASE_BIAS)
 _FACTORS: Final = {PeftSlot.A: 0, PeftSlot.B: 1}
@@ -73,6 +80,7 @@ def _of_peft(request: StageRequest, source: PeftFolder) -> Iterator[ExaminedTens
     parsed = {name: parse_name(name) for name in tensors}
     refused = dict(_refusals(request, source, tensors, parsed))
     left_out = {name: _OTHER_TOWER for name in tensors if is_of_other_tower(name)}
+    left_out |= {name: _UNREAD for name in tensors if is_unread(name, request.shapes)}
     left_out |= dict.fromkeys(_base_copies(request, source, tensors, parsed), _BASE_COPY)
     for name, tensor in tensors.items():
         place = None if is_of_other_tower(name) else parsed[name]
@@ -165,7 +173,7 @@ def _refusals(
     """Yield each tensor that is refused, with its reason."""
     groups: dict[tuple[int | None, str], dict[str, TensorName]] = defaultdict(dict)
     for name, place in parsed.items():
-        if is_of_other_tower(name):
+        if is_of_other_tower(name) or is_unread(name, request.shapes):
             continue
         if place is None:
             yield name, peft.foreign_error(name).message

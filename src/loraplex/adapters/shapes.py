@@ -78,6 +78,9 @@ class BaseShapes(msgspec.Struct, frozen=True):
     """Number of experts by module, of modules that have experts."""
     module_layers: dict[str, tuple[int, ...]] = {}
     """Layers that have a module, of modules that not all layers have."""
+    unread_layers: dict[str, tuple[int, ...]] = {}
+    """Layers whose module changes nothing, though adapters may have it: k_proj and v_proj where a
+    layer reads the keys and values of another one."""
     has_transposed_experts: bool = False
     """Whether transformers has the experts' weights as [experts, in, out], not [.., out, in]."""
     has_interleaved_experts: bool = False
@@ -118,6 +121,10 @@ class BaseShapes(msgspec.Struct, frozen=True):
         layers = self.module_layers.get(module)
         is_there = layers is None or layer in layers
         return is_there and module in self.layer(layer).modules
+
+    def leaves_out(self, layer: int | None, module: str) -> bool:
+        """Whether nothing depends on a module that adapters may have."""
+        return layer in self.unread_layers.get(module, ())
 
     def layer(self, layer: int) -> LayerShapes:
         """Return the shapes of a layer, and maybe of modules that it lacks (`has_module`)."""

@@ -30,6 +30,7 @@ from loraplex.core.weight_precision import WeightPrecision
 from loraplex.execution.weights.stored_head import read_model
 from loraplex.models.class_format import read_class_format
 from loraplex.models.engine_folder import model_fields
+from loraplex.models.family_config import QKV_PARTS
 from loraplex.models.score_config import read_score_format
 from loraplex.models.sentence_transformers import read_vector_format
 from loraplex.models.spec import LayerSpec, ModelSpec
@@ -288,6 +289,11 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         module: tuple(index for index, layer in enumerate(layers) if module in layer.modules)
         for module in first
     }
+    without_kv = tuple(
+        index
+        for index, layer in enumerate(config.layers)
+        if any(mixer.kv_distance for mixer in layer.mixers)
+    )
     return BaseShapes(
         len(layers),
         usual.modules,
@@ -295,6 +301,7 @@ def base_shapes(config: ModelSpec) -> BaseShapes:
         module_layers={
             module: owners for module, owners in having.items() if len(owners) < len(layers)
         },
+        unread_layers=dict.fromkeys(QKV_PARTS[1:], without_kv) if without_kv else {},
         own_layers={
             index: layer
             for index, layer in enumerate(layers)

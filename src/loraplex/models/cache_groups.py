@@ -100,7 +100,8 @@ def with_attention_windows(
     limits: Sequence[int | None] = max_windows or (None,)
 
     def limited(attention: AttentionSpec, layer: int) -> AttentionSpec:
-        limit = limits[layer % len(limits)]
+        # A layer that reads what another one keeps has the limit of that one.
+        limit = limits[(layer - attention.kv_distance) % len(limits)]
         if attention.chunk is not None and (limit or num_sink_tokens):
             raise ConfigError(
                 f"max_attention_window_size {limit} and sink_token_length {num_sink_tokens} are "

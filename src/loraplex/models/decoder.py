@@ -15,6 +15,7 @@ from loraplex.models.batch import ForwardBatch
 from loraplex.models.cache_groups import LayerGroup
 from loraplex.models.embedding import Embedding
 from loraplex.models.feed_forward import feed_forward
+from loraplex.models.layer_input import LayerInput, LayerInputs
 from loraplex.models.mixers.kinds import make_mixer
 from loraplex.models.mixers.mixer import (
     Angles,
@@ -27,7 +28,7 @@ from loraplex.models.mixers.mixer import (
     Storages,
 )
 from loraplex.models.norm import HiddenState, NoNorm, Norm, make_norm
-from loraplex.models.parameters import DecoderParameters, LayerParameters
+from loraplex.models.parameters import OUTPUT_FACTOR, DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
 from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import MixerSpec, RopeConfig
@@ -49,17 +50,22 @@ class DecoderLayer:
         def mixer(kind: MixerSpec | None) -> Mixer | None:
             return None if kind is None else make_mixer(kind, place, parameters, kernels)
 
-        def norm(where: NormPlace) -> Norm:
+        def norm(where: NormPlace | None) -> Norm:
+            if where is None:
+                return NoNorm(kernels)
             return make_norm(spec.norms.get(where), parameters.norms.get(where), kernels)
 
         mixers = (mixer(spec.mixer), mixer(spec.cross))
-        inner = None
+        inner = own_input = None
         if spec.feed_forward is not None:
             inner = feed_forward(spec.feed_forward, place, parameters, kernels)
-        parts: tuple[tuple[NormPlace, Part | None, NormPlace], ...] = (
+        if spec.layer_input is not None:
+            own_input = LayerInput(spec.layer_input, place, parameters, kernels)
+        parts: tuple[tuple[NormPlace | None, Part | None, NormPlace], ...] = (
             (NormPlace.BEFORE_MIXER, mixers[0], NormPlace.AFTER_MIXER),
             (NormPlace.BEFORE_CROSS, mixers[1], NormPlace.AFTER_CROSS),
             (NormPlace.BEFORE_FEED_FORWARD, inner, NormPlace.AFTER_FEED_FORWARD),
+            (None, own_input, NormPlace.AFTER_LAYER_INPUT),
         )
         self._parts = [
             (norm(before), part, norm(after)) for before, part, after in parts if part is not None
@@ -71,8 +77,13 @@ class DecoderLayer:
         """Its mixers that read an encoder's output."""
         self._has_second_norm = NormPlace.BEFORE_FEED_FORWARD in spec.norms
         is_parallel = spec.is_parallel and len(self._parts) > 1
+        self._output_factor = 1.0
         self.forward = self._both_at_once if is_parallel else self._one_by_one
         """(state, inputs) -> the state that the next layer reads."""
+        if spec.output_factor:
+            assert not is_parallel, "no family has both"
+            self._output_factor = parameters.tensors[OUTPUT_FACTOR].item()
+            self.forward = self._multiplied
 
     def _one_by_one(self, state: HiddenState, inputs: MixerInputs) -> HiddenState:
         lora = inputs.batch.lora
@@ -81,6 +92,11 @@ class DecoderLayer:
             x = after.apply(part.forward(x, lora, inputs))
             state = HiddenState(residual, x, self._factor)
         return state
+
+    def _multiplied(self, state: HiddenState, inputs: MixerInputs) -> HiddenState:
+        total, _ = NoNorm(self._kernels).read(self._one_by_one(state, inputs))
+        self._kernels.scale(total, self._output_factor)
+        return HiddenState(total, None)
 
     def _both_at_once(self, state: HiddenState, inputs: MixerInputs) -> HiddenState:
         lora = inputs.batch.lora
@@ -145,6 +161,9 @@ class Decoder:
         self._projections = parameters.projections
         self._embedding = decoder_embedding(spec, parameters, kernels)
         self._dtype = parameters.embedding.dtype
+        self._layer_inputs = None
+        if parameters.layer_inputs is not None:
+            self._layer_inputs = LayerInputs(spec, parameters.layer_inputs, kernels)
         group_of = {cache: n for n, group in enumerate(cache_groups) for cache in group.caches}
         self._layers = []
         planners: dict[PlanKind, Callable[[ForwardBatch], object]] = {}
@@ -240,8 +259,11 @@ class Decoder:
         hidden: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the output of the final norm [T, hidden]; before the last stage, what it gets."""
-        inputs = MixerInputs(batch, kv, self._angles(batch), plans)
         state = self._embedding.state(batch) if hidden is None else HiddenState(hidden, None)
+        own_inputs = None
+        if self._layer_inputs is not None:
+            own_inputs = self._layer_inputs.of_tokens(state.residual, batch.token_ids)
+        inputs = MixerInputs(batch, kv, self._angles(batch), plans, own_inputs)
         for index, layer in enumerate(self._layers):
             _wait_for(index, batch)
             state = layer.forward(state, inputs)

@@ -81,6 +81,8 @@ class DecoderNames:
     """Linear layers from the embedding's size to the hidden one and back, where they differ."""
     positions: str = ""
     """Table of learned positions, where there is one."""
+    layer_inputs: tuple[str, ...] = ()
+    """Table, projection and norm of the layers' own inputs, where there are such."""
     layers: str = "layers"
     embedding_norm: str = ""
     input_norm: str = "input_layernorm"
@@ -128,7 +130,8 @@ class DecoderNames:
             return None
         firsts = (
             *(self.embedding, self.embedding_norm, self.positions, self.layers),
-            *(*self.embedding_projections, self.final_norm, self.lm_head, self.score),
+            *(*self.embedding_projections, *self.layer_inputs),
+            *(self.final_norm, self.lm_head, self.score),
         )
         for root in (*self.other_roots, self.root, ""):
             bare = tensor.removeprefix(root)

@@ -231,9 +231,9 @@ def build_layer(
     """
     names = traits.names
     prefix = names.layer(index)
-    sizes = (attention.q_outputs, attention.kv_size, attention.kv_size)
+    sizes = (attention.q_outputs, *[attention.kv_size] * attention.num_kv_projections)
     qkv_sizes = (sum(sizes),) if len(names.qkv) == 1 else sizes
-    heads = {} if attention.head_order else dict(zip(QKV_PARTS, sizes, strict=True))
+    heads = {} if attention.head_order else dict(zip(QKV_PARTS, sizes, strict=False))
     group = functools.partial(_linear_group, traits, prefix)
     if traits.experts is None or index in traits.experts.dense_layers:
         inner_size = feed_forward.inner_size
@@ -253,7 +253,7 @@ def build_layer(
         norms=_layer_norms(traits, prefix, hidden_size),
         linears={
             QKV: group(
-                *(QKV, names.qkv, qkv_sizes, hidden_size),
+                *(QKV, names.qkv[: len(qkv_sizes)], qkv_sizes, hidden_size),
                 parts=heads,
                 head_dim=attention.head_dim,
             ),
@@ -330,7 +330,8 @@ def _with_head_norms(attention: AttentionSpec, traits: Traits, prefix: str) -> A
             (traits.names.k_norm, attention.num_kv_heads),
         )
     )
-    return dataclasses.replace(attention, q_norm=q_norm, k_norm=k_norm)
+    own = None if attention.kv_distance else k_norm
+    return dataclasses.replace(attention, q_norm=q_norm, k_norm=own)
 
 
 def sliding_layers(fields: ConfigFields, default: Sequence[bool]) -> tuple[bool, ...]:

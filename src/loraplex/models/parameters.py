@@ -22,6 +22,8 @@ SELECTION_BIAS: Final = "selection_bias"
 """FeedForwardSpec.selection_bias [num_experts]"""
 XIELU: Final = "xielu"
 """alpha_p, then alpha_n [2] of FeedForwardSpec.xielu"""
+OUTPUT_FACTOR: Final = "output_factor"
+"""LayerSpec.output_factor [1]"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +41,17 @@ class LayerParameters:
     linears: Mapping[str, PackedLinear]
     """Keys are those of LayerSpec.linears."""
     tensors: Mapping[str, torch.Tensor]
-    """Others, in float32. Keys are the names of MixerSpec.tensors, SELECTION_BIAS and XIELU."""
+    """Others, in float32. Keys are the names of MixerSpec.tensors, SELECTION_BIAS, XIELU and
+    OUTPUT_FACTOR."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class LayerInputParameters:
+    """Weights of the own inputs of L layers, of size P each."""
+
+    table: torch.Tensor  # [vocab_size, L * P]
+    projection: PackedLinear  # hidden to L * P
+    norm: NormParameters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +79,7 @@ class DecoderParameters:
     """Out: vocab_size; packed from the embedding if they are tied."""
     score: torch.Tensor | None = None  # [num_labels, hidden or embedding_size] float32
     encoder: EncoderParameters | None = None
+    layer_inputs: LayerInputParameters | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,6 +223,7 @@ def build_parameters(spec: ModelSpec, source: ParameterSource) -> DecoderParamet
         else None,
         # Last, so that the order of other models' weights stays.
         encoder=None if spec.encoder is None else _build_encoder(spec, spec.encoder, source),
+        layer_inputs=_build_layer_inputs(spec, source) if spec.layer_input_size else None,
     )
 
 
@@ -221,6 +235,22 @@ def _build_encoder(
         positions=_position_table(spec, encoder.positions, encoder.longest_input, source),
         layers=tuple(_build_layer(spec, layer, source) for layer in encoder.layers),
         final_norm=_build_norm(encoder.final_norm, source),
+    )
+
+
+def layer_input_norm(spec: ModelSpec) -> NormSpec:
+    """Return the norm of the layers' own inputs, which a model has that has these."""
+    path = spec.names.root + spec.names.layer_inputs[-1]
+    return dataclasses.replace(spec.final_norm, path=path, size=spec.layer_input_size)
+
+
+def _build_layer_inputs(spec: ModelSpec, source: ParameterSource) -> LayerInputParameters:
+    table, projection, _ = (spec.names.root + name for name in spec.names.layer_inputs)
+    size = spec.num_layers * spec.layer_input_size
+    return LayerInputParameters(
+        table=source.tensor(f"{table}.weight", (spec.vocab_size, size)),
+        projection=source.linear(LinearPlace({projection: size}, spec.hidden_size)),
+        norm=_build_norm(layer_input_norm(spec), source),
     )
 
 
@@ -305,6 +335,8 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
     if feed_forward is not None and feed_forward.xielu:
         names = (f"{feed_forward.xielu}.{name}" for name in ("alpha_p", "alpha_n"))
         tensors[XIELU] = torch.cat([_build_tensor(TensorSpec(n, (1,)), source) for n in names])
+    if layer.output_factor:
+        tensors[OUTPUT_FACTOR] = _build_tensor(TensorSpec(layer.output_factor, (1,)), source)
     return LayerParameters(norms, linears, tensors)
 
 

@@ -25,6 +25,7 @@ from loraplex.models.families import (
     exaone4,
     falcon,
     gemma,
+    gemma4,
     glm4,
     glm4_moe,
     gpt2,
@@ -95,6 +96,10 @@ ARCHITECTURES: Final[Mapping[str, ReadConfig]] = MappingProxyType(
         baichuan.ARCHITECTURE: baichuan.read_config,
         baichuan.ARCHITECTURE_7B: baichuan.read_config_7b,
         gemma.WRAPPER_3: gemma.read_wrapper_3,
+        gemma4.ARCHITECTURE: gemma4.read_config,
+        gemma4.WRAPPER: gemma4.read_wrapper,
+        gemma4.ARCHITECTURE_UNIFIED: gemma4.read_config_unified,
+        gemma4.WRAPPER_UNIFIED: gemma4.read_wrapper_unified,
         phi3.ARCHITECTURE: phi3.read_config,
         mistral3.ARCHITECTURE: mistral3.read_config,
         mistral3.WRAPPER: mistral3.read_wrapper,
@@ -217,10 +222,13 @@ CLASSIFIERS: Final[Mapping[str, str]] = MappingProxyType(
 """Architectures of checkpoints with a classification head instead of an output layer, by those with
 the latter: all that transformers has for families of this package."""
 
+_ALTUP: Final = "its layers mix several hidden states, one of which they compute (AltUp)"
 _SPEECH: Final = "its encoder reads sound, and only text is served"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "MllamaForConditionalGeneration": "its cross-attention layers read images",
+        "Gemma3nForConditionalGeneration": _ALTUP,
+        "Gemma3nForCausalLM": _ALTUP,
         "FalconH1ForCausalLM": "its layers have attention and a state space side by side",
         "WhisperForConditionalGeneration": _SPEECH,
         "Phi3SmallForCausalLM": "it is not a Phi 3: its attention is sparse",

@@ -25,6 +25,8 @@ LATENT_OUTPUT: Final = "latent_out"
 SHARED_UP: Final = "shared_up"
 SHARED_DOWN: Final = "shared_down"
 SHARED_GATE: Final = "shared_gate"
+LAYER_INPUT_GATE: Final = "layer_input_gate"
+LAYER_INPUT_OUT: Final = "layer_input_out"
 SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
 """Names in adapters of SHARED_UP's layers, or of the parts of its one layer."""
 
@@ -38,6 +40,7 @@ class NormPlace(enum.StrEnum):
     AFTER_CROSS = enum.auto()
     BEFORE_FEED_FORWARD = enum.auto()
     AFTER_FEED_FORWARD = enum.auto()
+    AFTER_LAYER_INPUT = enum.auto()
 
 
 Kind = TypeVar("Kind", bound=MixerSpec)
@@ -74,6 +77,8 @@ class LayerSpec:
     cross: MixerSpec | None = None
     """A second mixer, which reads what another stack computed."""
     feed_forward: FeedForwardSpec | None
+    layer_input: Activation | None = None
+    """Activation of a part that multiplies the layer's own input (ModelSpec.layer_input_size)."""
     norms: Mapping[NormPlace, NormSpec]
     linears: Mapping[str, LinearGroup]
     """Groups of all parts by name, in the order of use: those that the mixers' kinds name, then UP
@@ -81,7 +86,8 @@ class LayerSpec:
 
     With experts ROUTER precedes UP; a shared expert has SHARED_UP, SHARED_DOWN and may have
     SHARED_GATE, of one output. LATENT_INPUT and LATENT_OUTPUT are there if experts read and give
-    vectors of another size than the hidden one.
+    vectors of another size than the hidden one. LAYER_INPUT_GATE and LAYER_INPUT_OUT are those of
+    `layer_input`.
     """
     is_parallel: bool = False
     """Whether the feed-forward part reads the residual that the mixer reads.
@@ -90,6 +96,8 @@ class LayerSpec:
     """
     residual_factor: float = 1.0
     """Factor of what is added to the residual."""
+    output_factor: str = ""
+    """Full name of a tensor [1] that multiplies the hidden state after the layer; or none."""
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
@@ -213,6 +221,11 @@ class ModelSpec:
     sinusoid_step: float = 0.0
     """S of a position table that is computed, of angles position * 10000 ** (-i / S), where the
     first half are sines and the second cosines; 0: the table is stored."""
+    layer_input_size: int = 0
+    """Size of a vector of each token that each layer has for itself; 0: none has one.
+
+    Its parts are DecoderNames.layer_inputs; models.layer_input has the formula.
+    """
     is_embedding_norm_last: bool = False
     """Whether the embedding's norm follows the addition of positions."""
     logits_factor: float = 1.0

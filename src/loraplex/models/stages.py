@@ -31,14 +31,22 @@ ONLY_STAGE = PipelineStage()
 
 
 def stage(spec: ModelSpec, place: PipelineStage) -> ModelSpec:
-    """Return what this stage computes. Raises ConfigError if there are too few layers, or if the
-    model has an encoder, which only a whole model can have.
+    """Return what this stage computes.
+
+    Raises ConfigError if there are too few layers that may begin a stage, or if the model has an
+    encoder or own inputs of layers, which only a whole model can have.
     """
     if place.size == 1:
         return spec
     if spec.encoder is not None:
         raise ConfigError(
             f"{spec.architecture} has an encoder, whose output all layers read: "
+            f"pipeline_parallel_size must be 1, got {place.size}",
+            param="pipeline_parallel_size",
+        )
+    if spec.layer_input_size:
+        raise ConfigError(
+            f"layers of {spec.architecture} read vectors that are made of the token embedding: "
             f"pipeline_parallel_size must be 1, got {place.size}",
             param="pipeline_parallel_size",
         )
@@ -73,16 +81,35 @@ def layer_alone(spec: ModelSpec, layer: int) -> ModelSpec:
 def _borders(spec: ModelSpec, num_stages: int) -> list[int]:
     """Return the first layer of each stage and the end: stages read about equally many weights.
 
-    The output layer counts to the last one. The embedding is only looked up.
+    The output layer counts to the last one. The embedding is only looked up. Raises ConfigError if
+    too few layers can be the first of a stage.
     """
+    whole = [layer for layer in range(1, spec.num_layers) if not _is_cut(spec, layer)]
+    if len(whole) < num_stages - 1:
+        raise ConfigError(
+            f"layers of {spec.architecture} read keys and values of earlier ones, and both must be "
+            f"in one stage: pipeline_parallel_size must be at most {len(whole) + 1}, got "
+            f"{num_stages}",
+            param="pipeline_parallel_size",
+        )
     read = list(itertools.accumulate(map(_num_weights, spec.layers), initial=0))
     total = read[-1] + spec.vocab_size * (spec.embedding_size or spec.hidden_size)
     borders = [0]
     for index in range(1, num_stages):
-        possible = range(borders[-1] + 1, spec.num_layers - num_stages + index + 1)
+        possible = [layer for layer in whole if layer > borders[-1]]
+        possible = possible[: len(possible) - (num_stages - 1 - index)]
         wanted = total * index // num_stages
         borders.append(min(possible, key=lambda layer: abs(read[layer] - wanted)))
     return [*borders, spec.num_layers]
+
+
+def _is_cut(spec: ModelSpec, border: int) -> bool:
+    """Whether a layer from this one on reads keys and values of a layer before it."""
+    return any(
+        index - mixer.kv_distance < border
+        for index, layer in enumerate(spec.layers[border:], border)
+        for mixer in layer.mixers
+    )
 
 
 def _num_weights(layer: LayerSpec) -> int:

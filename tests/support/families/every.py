@@ -4,6 +4,7 @@ from support.families import (
     convolutions,
     experts,
     first,
+    gemma4,
     hybrids,
     latent,
     recent,
@@ -14,6 +15,7 @@ from support.families import (
 
 CASES = {
     **first.CASES,
+    **gemma4.CASES,
     **rest.CASES,
     **recent.CASES,
     **recent_experts.CASES,

@@ -27,6 +27,8 @@ class Published:
     biases: str = ""
     others: str = ""
     """Other tensors of a layer, by their whole names."""
+    ends: str = ""
+    """Weights outside the layers, in addition to embedding, last norm and head."""
     windows: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
     """Window by layer, of some layers."""
     thetas: Mapping[int, float | None]
@@ -48,6 +50,42 @@ def config(architecture: str, sizes: str, **fields: Any) -> dict[str, Any]:
 
 _QWEN_VISION = {"depth": 32, "hidden_size": 1280, "num_heads": 16}
 _SIGLIP = {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_hidden_layers": 27}
+
+_GEMMA_4_INPUTS = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
+_GEMMA_4_INPUT = "per_layer_input_gate per_layer_projection post_per_layer_input_norm"
+_GEMMA_4_ENDS = "embed_tokens_per_layer per_layer_model_projection per_layer_projection_norm"
+
+
+def _gemma_4(sizes: str, types: list[str], **fields: Any) -> dict[str, Any]:
+    """Return the config.json of a Gemma 4; types: of the first layers, which repeat."""
+    text = config("", sizes)
+    num_layers = text["num_hidden_layers"]
+    text |= {
+        "dtype": "bfloat16",
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 512,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": types * (num_layers // len(types)),
+        "model_type": "gemma4_text",
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        **fields,
+    }
+    return {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "text_config": {name: value for name, value in text.items() if name != "architectures"},
+        "tie_word_embeddings": True,
+    }
+
 
 MODELS: dict[str, Published] = {
     "gemma-2b": Published(
@@ -172,6 +210,104 @@ MODELS: dict[str, Published] = {
             "multi_modal_projector.mm_soft_emb_norm.weight",
             "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
         ),
+    ),
+    "gemma-4-e2b-it": Published(
+        config=_gemma_4(
+            "1536 6144 35 8 1 262144",
+            ["sliding_attention"] * 4 + ["full_attention"],
+            **_GEMMA_4_INPUTS,
+            attention_k_eq_v=False,
+            max_position_embeddings=131_072,
+            num_global_key_value_heads=None,
+            num_kv_shared_layers=20,
+            sliding_window=512,
+            use_double_wide_mlp=True,
+        ),
+        num_parameters=4_628_569_379,
+        num_tensors=35 * 14 + 15 * 3 + 5,
+        root="model.language_model.",
+        parts=f"{LINEARS} {_SANDWICH} {HEAD_NORMS} {_GEMMA_4_INPUT}",
+        others="layer_scalar",
+        ends=_GEMMA_4_ENDS,
+        windows={0: 512, 4: None, 13: 512, 33: 512, 34: None},
+        thetas={0: 1e4, 4: 1e6, 34: 1e6},
+        score_scale=1.0,
+        ignored=(
+            "model.language_model.layers.15.self_attn.k_proj.weight",
+            "model.language_model.layers.34.self_attn.k_norm.weight",
+            "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear.weight",
+            "model.audio_tower.layers.0.norm_out.weight",
+            "model.embed_vision.embedding_projection.weight",
+            "model.embed_audio.embedding_projection.weight",
+        ),
+    ),
+    "gemma-4-e4b-it": Published(
+        config=_gemma_4(
+            "2560 10240 42 8 2 262144",
+            ["sliding_attention"] * 5 + ["full_attention"],
+            **_GEMMA_4_INPUTS,
+            attention_k_eq_v=False,
+            max_position_embeddings=131_072,
+            num_global_key_value_heads=None,
+            num_kv_shared_layers=18,
+            sliding_window=512,
+            use_double_wide_mlp=False,
+        ),
+        num_parameters=7_463_013_418,
+        num_tensors=42 * 14 + 24 * 3 + 5,
+        root="model.language_model.",
+        parts=f"{LINEARS} {_SANDWICH} {HEAD_NORMS} {_GEMMA_4_INPUT}",
+        others="layer_scalar",
+        ends=_GEMMA_4_ENDS,
+        windows={0: 512, 5: None, 40: 512, 41: None},
+        thetas={0: 1e4, 5: 1e6},
+        score_scale=1.0,
+    ),
+    "gemma-4-12b-it": Published(
+        config={
+            **_gemma_4(
+                "3840 15360 48 16 8 262144",
+                ["sliding_attention"] * 5 + ["full_attention"],
+                attention_k_eq_v=True,
+                max_position_embeddings=262_144,
+                num_global_key_value_heads=1,
+                num_kv_shared_layers=0,
+                sliding_window=1024,
+            ),
+            "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        },
+        num_parameters=11_907_350_320,
+        num_tensors=48 * 14 - 8 + 2,
+        root="model.language_model.",
+        parts=f"{LINEARS} {_SANDWICH} {HEAD_NORMS}",
+        others="layer_scalar",
+        windows={0: 1024, 5: None, 47: None},
+        thetas={0: 1e4, 5: 1e6},
+        score_scale=1.0,
+        ignored=("model.vision_embedder.patch_dense.weight",),
+    ),
+    "gemma-4-31b-it": Published(
+        config=_gemma_4(
+            "5376 21504 60 32 16 262144",
+            ["sliding_attention"] * 5 + ["full_attention"],
+            attention_k_eq_v=True,
+            enable_moe_block=False,
+            hidden_size_per_layer_input=0,
+            max_position_embeddings=262_144,
+            num_global_key_value_heads=4,
+            num_kv_shared_layers=0,
+            sliding_window=1024,
+            use_double_wide_mlp=False,
+            vocab_size_per_layer_input=262_144,
+        ),
+        num_parameters=30_697_345_340,
+        num_tensors=60 * 14 - 10 + 2,
+        root="model.language_model.",
+        parts=f"{LINEARS} {_SANDWICH} {HEAD_NORMS}",
+        others="layer_scalar",
+        windows={0: 1024, 5: None, 59: None},
+        thetas={0: 1e4, 5: 1e6},
+        score_scale=1.0,
     ),
     "phi-3-mini-4k": Published(
         config=config(

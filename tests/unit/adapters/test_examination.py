@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -112,6 +113,20 @@ def test_tensors_of_another_tower_are_left_out_and_not_refused(examined, peft_fo
     (left,) = [t for t in found.tensors if not t.applied]
     assert (left.name, left.refused, found.num_refused) == (name, False, 0)
     assert "left out" in left.reason
+
+
+def test_keys_that_a_layer_does_not_have_are_left_out(examined, staged, peft_folder, shapes):
+    folder = peft_folder()
+    path = folder.write()
+    layers = {"module_layers": {"k_proj": (0,)}, "unread_layers": {"k_proj": (1,)}}
+    bare = msgspec.structs.replace(shapes, **layers)
+    left = [t for t in examined(path, shapes=bare).tensors if not t.applied]
+    assert {(t.name, t.refused) for t in left} == {
+        (f"{folder.name(1, 'k_proj')}.lora_{side}.weight", False) for side in "AB"
+    }
+    assert all("left out" in t.reason for t in left)
+    (warning,) = staged(path, shapes=bare).warnings
+    assert re.search(naming(2, "keys", folder.name(1, "k_proj"), "left out"), warning)
 
 
 def test_numbers_and_texts_have_limits(examined, peft_folder, monkeypatch):

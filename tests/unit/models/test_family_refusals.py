@@ -47,6 +47,32 @@ def read(folder: Path, name: str, text: dict[str, Any] | None = None, **changes:
             ("quantization_config", "quant_method", "fbgemm_fp8"),
         ),
         ("gemma-3-4b-it", {"text": {"num_experts": 8}}, ("text_config", "num_experts")),
+        ("gemma-4-31b-it", {"text": {"enable_moe_block": True}}, ("enable_moe_block true",)),
+        (
+            "gemma-4-e2b-it",
+            {"text": {"use_bidirectional_attention": "all"}},
+            ("text_config", "use_bidirectional_attention", "all", "vision"),
+        ),
+        (
+            "gemma-4-e2b-it",
+            {"text": {"vocab_size_per_layer_input": 128}},
+            ("vocab_size_per_layer_input", 128, 262_144),
+        ),
+        (
+            "gemma-4-e2b-it",
+            {"text": {"per_layer_config": {"4": {"num_attention_heads": 2}}}},
+            ("per_layer_config", "4", "num_attention_heads"),
+        ),
+        (
+            "gemma-4-e2b-it",
+            {"text": {"per_layer_config": {"34": {"head_dim": 128}}}},
+            ("text_config", "share keys and values", "other sizes"),
+        ),
+        (
+            "gemma-4-31b-it",
+            {"text": {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}},
+            ("text_config", "rope_parameters", "two sizes"),
+        ),
         (
             "mistral-small-3.1-24b",
             {"text": {"model_type": "llama"}},
@@ -84,6 +110,17 @@ def test_what_is_not_supported_is_refused_by_name(
         ("granite-3.1-8b", {"logits_scaling": 0}, ("logits_scaling", 0)),
         ("gemma-2-27b", {"final_logit_softcapping": -1}, ("final_logit_softcapping", -1)),
         ("gemma-2-27b", {"sliding_window": 0}, ("sliding_window", 0)),
+        (
+            "gemma-4-e2b-it",
+            {"text": {"num_kv_shared_layers": 35}},
+            ("num_kv_shared_layers", "num_hidden_layers", 35),
+        ),
+        ("gemma-4-e2b-it", {"text": {"num_kv_shared_layers": 31}}, ("num_kv_shared_layers", 31)),
+        (
+            "gemma-4-31b-it",
+            {"text": {"num_global_key_value_heads": 5}},
+            ("num_attention_heads", 32, "num_key_value_heads", 5),
+        ),
     ],
 )
 def test_errors_name_the_field(
@@ -98,6 +135,21 @@ def test_a_cap_that_is_null_is_none(tmp_path: Path) -> None:
     spec = read(tmp_path, "gemma-2-27b", sliding_window=None, **caps)
     attention = spec.layers[0].mixer
     assert (spec.logits_soft_cap, attention.soft_cap, attention.window) == (None, None, None)
+
+
+def test_layers_of_a_gemma_4_read_the_last_keys_of_their_type(tmp_path: Path) -> None:
+    mixers = [layer.mixer for layer in read(tmp_path, "gemma-4-e2b-it").layers]
+    assert [mixer.kv_distance for mixer in mixers[:15]] == [0] * 15
+    sources = [index - mixer.kv_distance for index, mixer in enumerate(mixers)][15:]
+    assert sources == [13, 13, 13, 13, 14] * 4
+    assert [mixer.head_dim for mixer in mixers] == [256, 256, 256, 256, 512] * 7
+
+
+def test_the_heads_of_a_gemma_4_that_transformers_saved(tmp_path: Path) -> None:
+    own = {str(index): {"head_dim": 512, "num_key_value_heads": 4} for index in range(5, 60, 6)}
+    published = read(tmp_path, "gemma-4-31b-it")
+    text = {"per_layer_config": own, "num_global_key_value_heads": None, "global_head_dim": None}
+    assert read(tmp_path, "gemma-4-31b-it", text).layers == published.layers
 
 
 def test_the_length_of_a_gemma_3_is_stated_as_it_is_after_stretching(tmp_path: Path) -> None:

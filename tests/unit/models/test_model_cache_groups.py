@@ -59,6 +59,17 @@ def test_layers_with_other_heads_are_another_group() -> None:
     assert [group.storage[0].num_heads for group in cache_groups(spec, 100)] == [2, 4]
 
 
+def test_a_layer_that_reads_what_another_keeps_has_no_storage_and_its_limit() -> None:
+    """A smaller window of its own would be one of another group."""
+    reader = dataclasses.replace(SPEC.layers[3].mixer, kv_distance=2)
+    layer = dataclasses.replace(SPEC.layers[3], mixer=reader)
+    spec = dataclasses.replace(SPEC, layers=(*SPEC.layers[:3], layer))
+    spec = with_attention_windows(spec, (40, 20, 30, 10), 4)
+    assert windows(spec, 100) == [(40, (0,)), (30, (2,)), (20, (1,))]
+    (source,) = spec.layers[1].mixer.caches()
+    assert spec.layers[3].mixer.cache == source
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Keeping(AttentionSpec):
     """Attention that keeps what it is given."""

@@ -65,7 +65,7 @@ def test_names_of_the_tensors(model: Published, spec: ModelSpec) -> None:
     stored += [f"{layer}{part}" for part in expanded(model.others)]
     found = {spec.names.canonical(name) for name in stored}
     assert found == {name for name in shapes if name.startswith("model.layers.1.")}
-    ends = {f"{model.root}embed_tokens.weight", f"{model.root}norm.weight"}
+    ends = {f"{model.root}{name}.weight" for name in ("embed_tokens", "norm", *model.ends.split())}
     if spec.has_lm_head and not spec.tie_word_embeddings:
         ends.add("lm_head.weight" if model.root == "model." else "language_model.lm_head.weight")
     found = {spec.names.canonical(name) for name in ends}

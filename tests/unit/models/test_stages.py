@@ -14,6 +14,7 @@ from loraplex.models.linear_group import TensorShard
 from loraplex.models.parameters import checkpoint_shapes, linear_places
 from loraplex.models.sharding import shard
 from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 from loraplex.models.stages import ONLY_STAGE, PipelineStage, stage
 from support.naming import naming
 from support.tiny_decoder import tiny_spec
@@ -50,6 +51,31 @@ def test_stages_read_about_equally_many_weights() -> None:
     whole = [layer for one in stages(spec, 3) for layer in one.layers]
     assert tuple(whole) == spec.layers
     assert [one.num_layers for one in stages(spec, 22)] == [1] * 22
+
+
+def sharing(*distances: int) -> ModelSpec:
+    """Return a model whose layer i reads the keys of the layer distances[i] before it."""
+    spec = tiny_spec(num_hidden_layers=len(distances))
+    return spec.map_mixers(
+        AttentionSpec,
+        lambda mixer, index: dataclasses.replace(mixer, kv_distance=distances[index]),
+    )
+
+
+def test_a_layer_is_in_the_stage_of_the_layer_whose_keys_it_reads() -> None:
+    spec = sharing(0, 0, 0, 1, 2, 0)
+    for size in (2, 3):
+        assert not {3, 4} & {one.first_layer for one in stages(spec, size)}
+    assert [one.num_layers for one in stages(spec, 4)] == [1, 1, 3, 1]
+    with pytest.raises(ConfigError, match=naming("keys", "pipeline_parallel_size", 4, 5)):
+        stage(spec, PipelineStage(0, 5))
+
+
+def test_a_model_whose_layers_have_inputs_of_their_own_has_one_stage() -> None:
+    spec = dataclasses.replace(tiny_spec(), layer_input_size=4)
+    assert stage(spec, ONLY_STAGE) == spec
+    with pytest.raises(ConfigError, match=naming("embedding", "pipeline_parallel_size", 2)):
+        stage(spec, PipelineStage(0, 2))
 
 
 def test_ranks_of_a_stage_have_the_same_layers() -> None:

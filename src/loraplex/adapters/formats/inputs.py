@@ -13,7 +13,7 @@ from loraplex.adapters.formats.gguf_lora import GgufLora, read_gguf_lora
 from loraplex.adapters.formats.peft_config import CONFIG_NAME, PeftConfig, read_config
 from loraplex.adapters.formats.peft_coverage import target_warnings
 from loraplex.adapters.formats.peft_ends import EndTokens, read_end_tokens, read_prompts
-from loraplex.adapters.formats.peft_names import is_of_other_tower
+from loraplex.adapters.formats.peft_names import is_of_other_tower, is_unread
 from loraplex.adapters.fused_modules import fit_modules
 from loraplex.adapters.shapes import BaseShapes
 from loraplex.adapters.tensor_file import (
@@ -78,6 +78,8 @@ class PeftFolder(AdapterInput):
         self.end_tokens, self._unread = read_end_tokens(folder, limits.max_header_bytes)
         self.prompts, unread = read_prompts(folder, limits.max_header_bytes)
         self._unread += unread
+        self._other_towers: list[str] = []
+        self._unread_layers: list[str] = []
 
     def read_tensors(self, limits: StagingLimits) -> dict[str, RawTensor]:
         """Read the tensors by their names in the file."""
@@ -87,7 +89,9 @@ class PeftFolder(AdapterInput):
 
     def read_rows(self, shapes: BaseShapes, limits: StagingLimits) -> tuple[CanonicalRow, ...]:
         tensors = self.read_tensors(limits)
-        self.left_out = tuple(filter(is_of_other_tower, tensors))
+        self._unread_layers = [name for name in tensors if is_unread(name, shapes)]
+        self._other_towers = list(filter(is_of_other_tower, tensors))
+        self.left_out = (*self._other_towers, *self._unread_layers)
         kept = {name: tensor for name, tensor in tensors.items() if name not in self.left_out}
         rows = peft.canonical_rows(self.config, kept, shapes)
         num_bytes = sum(row.num_bytes for row in rows)
@@ -101,10 +105,16 @@ class PeftFolder(AdapterInput):
 
     def warnings(self, rows: tuple[CanonicalRow, ...], shapes: BaseShapes) -> list[str]:
         warnings = target_warnings(self.config, rows, shapes) + self._unread
-        if self.left_out:
+        if self._other_towers:
             warnings.append(
-                f"{counted(len(self.left_out), 'tensor')} of a part that no text passes through "
-                f"(of images, sound or draft tokens), such as {self.left_out[0]!r}: left out"
+                f"{counted(len(self._other_towers), 'tensor')} of a part that no text passes "
+                "through (of images, sound or draft tokens), such as "
+                f"{self._other_towers[0]!r}: left out"
+            )
+        if self._unread_layers:
+            warnings.append(
+                f"{counted(len(self._unread_layers), 'tensor')} of layers that read the keys and "
+                f"values of others, such as {self._unread_layers[0]!r}: left out"
             )
         return warnings
 

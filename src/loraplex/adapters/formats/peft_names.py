@@ -10,6 +10,7 @@ import enum
 import re
 from typing import NamedTuple
 
+from loraplex.adapters.shapes import BaseShapes
 from loraplex.core.adapter import EMBEDDING, LM_HEAD, SCORE
 from loraplex.core.module_names import without_wrappers
 
@@ -245,6 +246,12 @@ def is_of_other_root(path: str) -> bool:
 def is_of_other_tower(name: str) -> bool:
     """Whether a tensor is of a part for images, sound or draft tokens alone."""
     return _OTHER_TOWERS.fullmatch(name) is not None
+
+
+def is_unread(name: str, shapes: BaseShapes) -> bool:
+    """Whether a tensor is of keys or values that a layer of the base does not have."""
+    place = parse_name(name)
+    return place is not None and shapes.leaves_out(place.layer, place.module)
 
 
 def parameter_path(module_path: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from loraplex.core.errors import UnsupportedModelError
 from loraplex.core.plan import NO_BLOCK, CacheGroupCapacity, RowAdded, RowStep
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.task import Generate
@@ -35,7 +36,17 @@ class CalibrationInputs:
     """Implements `Inputs`. The experts of a layer share the inputs of all of them."""
 
     def __init__(self, source: Path, spec: ModelSpec, texts: Sequence[Sequence[int]]) -> None:
-        """texts: token ids, none empty, none longer than spec.default_max_model_len."""
+        """texts: token ids, none empty, none longer than spec.default_max_model_len.
+
+        Raises UnsupportedModelError for layers that read more than the hidden state.
+        """
+        shares_kv = any(mixer.kv_distance for layer in spec.layers for mixer in layer.mixers)
+        if shares_kv or spec.layer_input_size:
+            raise UnsupportedModelError(
+                f"layers of {spec.architecture} read keys of other layers, or vectors made of the "
+                "token embedding, and calibration computes one layer at a time: quantize without "
+                "--calibrate"
+            )
         self._source = source
         self._spec = spec
         self._texts = texts

@@ -78,7 +78,8 @@ def bytes_per_token(settings: RunnerSettings, spec: ModelSpec, dtype: torch.dtyp
         + _feed_forward_values(layer) * itemsize
         for layer in spec.layers
     )
-    activations = 4 * spec.hidden_size * itemsize + largest
+    layer_inputs = 3 * spec.num_layers * spec.layer_input_size
+    activations = (4 * spec.hidden_size + layer_inputs) * itemsize + largest
     num_rows = max(_rows_per_token(layer) for layer in spec.layers)
     limits = settings.rank_limits
     rank = max(limits.largest, num_rows * limits.of(EXPERT_DOWN_MODULE) if num_rows > 1 else 0)

@@ -15,7 +15,7 @@ from loraplex.kernels.ops import AttentionPlan, AttentionRules, AttentionShape, 
 from loraplex.models.batch import ForwardBatch
 from loraplex.models.mixers.head_order import HeadOrder
 from loraplex.models.mixers.mixer import LayerPlace, MixerInputs, PlanKind
-from loraplex.models.norm import Norm, make_norm
+from loraplex.models.norm import NoNorm, Norm, RmsNorm, make_norm
 from loraplex.models.parameters import LayerParameters
 from loraplex.models.specs.attention import (
     K_NORM,
@@ -133,32 +133,37 @@ class Attention:
         parameters: LayerParameters,
         kernels: Kernels,
     ) -> None:
-        (cache,) = spec.caches()
         self._spec = spec
         self._kernels = kernels
-        self._layer = place.layer
+        self._layer = place.layer - spec.kv_distance
         self._qkv = place.linear(QKV, parameters, kernels)
         self._output = place.linear(OUTPUT, parameters, kernels)
         self._q_norm = make_norm(spec.q_norm, parameters.norms.get(Q_NORM), kernels)
         self._k_norm = make_norm(spec.k_norm, parameters.norms.get(K_NORM), kernels)
+        self._v_norm: Norm = NoNorm(kernels)
+        if spec.normalizes_values:
+            assert spec.k_norm is not None
+            weight = parameters.norms[K_NORM].weight
+            self._v_norm = RmsNorm(torch.ones_like(weight), spec.k_norm.eps, kernels)
         self._sink_logits = parameters.tensors.get(SINK_LOGITS)
         self._position_bias = None
         if spec.position_bias is not None:
             self._position_bias = _by_distance(spec, parameters.tensors[POSITION_BIAS])
-        self._kind = attention_kind(spec, place.cache_groups[cache], place.block_size)
+        self._kind = attention_kind(spec, place.cache_groups[spec.cache], place.block_size)
         self._order = HeadOrder(spec.head_order) if spec.head_order else None
         self.plan_kinds: tuple[PlanKind, ...] = (
             (self._kind,) if self._order is None else (self._kind, self._order)
         )
 
     def forward(self, x: torch.Tensor, lora: LoraBatch | None, inputs: MixerInputs) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]; writes the tokens' keys and values to the storage."""
+        """x [T, hidden] -> [T, hidden]; writes the tokens' own keys and values to the storage."""
         spec = self._spec
         storage = inputs.storages[self._kind.cache_group][self._layer]
         assert storage is not None
         head_rows = None if self._order is None else inputs.plans[self._order]
         assert head_rows is None or isinstance(head_rows, torch.Tensor)
         query, key, value, gate = self._project(x, lora, head_rows)
+        value = self._v_norm.apply(value)
         if not spec.normalizes_after_rotation:
             query, key = self._with_norms(query, key)
         turned = query
@@ -169,8 +174,9 @@ class Attention:
             self._rotate(turned, key, spec.rope, inputs)
         if spec.normalizes_after_rotation:
             query, key = self._with_norms(query, key)
-        slot_mapping = inputs.batch.slot_mappings[self._kind.cache_group]
-        self._kernels.write_kv(storage, key, value, slot_mapping)
+        if not spec.kv_distance:
+            slot_mapping = inputs.batch.slot_mappings[self._kind.cache_group]
+            self._kernels.write_kv(storage, key, value, slot_mapping)
         plan = inputs.plans[self._kind]
         attended = self._kernels.paged_attention(
             query, storage, plan, self._sink_logits, self._position_bias
@@ -190,17 +196,19 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return query [T, H, D], key and value [T, K, D], before norms and the rotation.
 
-        And the gate of the output [T, H, D], if there is one.
+        And the gate of the output [T, H, D], if there is one. A layer that reads those of another
+        one has no key and value heads.
         """
         spec = self._spec
         qkv = self._qkv.forward(x, lora)
         if head_rows is not None:
             qkv = self._kernels.take_rows(qkv.view(-1, spec.head_dim), head_rows).view(qkv.shape)
-        sizes = [spec.q_outputs, spec.kv_size, spec.kv_size]
+        sizes = [spec.q_outputs, *[spec.kv_size] * spec.num_kv_projections]
         # Views, not copies: every op takes rows with a longer stride.
-        query, key, value = (
+        query, *others = (
             part.view(len(x), -1, spec.head_dim) for part in torch.split(qkv, sizes, dim=1)
         )
+        key, value = (others[0], others[-1]) if others else (query[:, :0], query[:, :0])
         gate = None
         if spec.output_gate:
             # Only norms take heads with a longer stride; their results are contiguous.

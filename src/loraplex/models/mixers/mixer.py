@@ -81,6 +81,8 @@ class MixerInputs:
     storages: Storages
     angles: Mapping[RopeConfig, Angles]
     plans: Mapping[PlanKind, object]
+    layer_inputs: torch.Tensor | None = None
+    """Own inputs of all layers [T, L * ModelSpec.layer_input_size], where they have such."""
 
 
 class LayerPlace(NamedTuple):

@@ -83,6 +83,17 @@ class AttentionSpec(MixerSpec):
     Needs norms of the heads, and no other order of them.
     """
     position_bias: PositionBias | None = None
+    kv_distance: int = 0
+    """MixerSpec.kv_distance"""
+    has_value_projection: bool = True
+    """Whether values have a projection; else they are the keys' before their norm."""
+    normalizes_values: bool = False
+    """Whether values have a norm of each head, like the keys', but without weights."""
+
+    @property
+    def num_kv_projections(self) -> int:
+        """Return how many of keys and values have a projection."""
+        return 0 if self.kv_distance else 1 + self.has_value_projection
 
     @property
     def q_size(self) -> int:
@@ -101,12 +112,17 @@ class AttentionSpec(MixerSpec):
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
-    def caches(self) -> tuple[LayerCache, ...]:
+    @property
+    def cache(self) -> LayerCache:
+        """Return what it reads, also if another layer keeps it."""
         vectors = CachedVectors(self.num_kv_heads, self.head_dim)
         kept = (
             Blocks(self.window, self.num_sink_tokens) if self.chunk is None else Chunk(self.chunk)
         )
-        return (LayerCache(kept, (vectors, vectors)),)
+        return LayerCache(kept, (vectors, vectors))
+
+    def caches(self) -> tuple[LayerCache, ...]:
+        return () if self.kv_distance else (self.cache,)
 
     def tensors(self) -> Mapping[str, NormSpec | TensorSpec]:
         found: dict[str, NormSpec | TensorSpec] = {}
@@ -155,7 +171,7 @@ class AttentionSpec(MixerSpec):
         return own, {QKV: Split(outputs=outputs), OUTPUT: Split(inputs=inputs)}
 
     def step_bytes(self, itemsize: int) -> int:
-        return (self.q_outputs + 2 * self.kv_size) * itemsize
+        return (self.q_outputs + self.num_kv_projections * self.kv_size) * itemsize
 
 
 class _Heads(NamedTuple):
@@ -177,11 +193,11 @@ def _head_positions(
     """Return the rank's AttentionSpec.head_order, and its heads among those that are computed."""
     vectors, num_kv = attention.vectors_per_query, attention.num_kv_heads
     first_key = attention.num_heads * vectors
-    order = attention.head_order or tuple(range(first_key + 2 * num_kv))
+    firsts = [first_key + part * num_kv for part in range(attention.num_kv_projections)]
+    order = attention.head_order or tuple(range(first_key + len(firsts) * num_kv))
     own = (
         *order[heads.query.first * vectors : heads.query.end * vectors],
-        *order[first_key + heads.kv.first : first_key + heads.kv.end],
-        *order[first_key + num_kv + heads.kv.first : first_key + num_kv + heads.kv.end],
+        *(head for first in firsts for head in order[first + heads.kv.first :][: heads.kv.size]),
     )
     positions = tuple(sorted(own))
     return tuple(map(positions.index, own)) if attention.head_order else (), positions

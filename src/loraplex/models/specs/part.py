@@ -149,6 +149,14 @@ class MixerSpec(Protocol):
         """Whether no token reads a later one. May be a field."""
         return True
 
+    @property
+    def kv_distance(self) -> int:
+        """How many layers before this one the layer is whose caches it reads; 0: it has its own.
+
+        May be a field. Both layers are in one cache group, and in one stage of a pipeline.
+        """
+        return 0
+
     def caches(self) -> Sequence[LayerCache]:
         """Return what the mixer keeps of each sequence between steps."""
         ...

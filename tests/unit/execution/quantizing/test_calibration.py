@@ -1,13 +1,19 @@
-"""Inputs of linear layers in models with layers that keep states."""
+"""Inputs of linear layers in models with layers that keep states, or that read more than others."""
 
+import dataclasses
 from pathlib import Path
 
+import pytest
 import torch
 
+from loraplex.core.errors import UnsupportedModelError
 from loraplex.execution.quantizing.calibration import CalibrationInputs
 from loraplex.models.registry import read_config
 from loraplex.models.spec import ModelSpec
+from loraplex.models.specs.attention import AttentionSpec
 from support.feature_schedules import feature_checkpoint
+from support.naming import naming
+from support.tiny_decoder import tiny_spec
 from support.toy_recurrence import known_recurrence, with_recurrence
 
 EVERY = 32
@@ -35,3 +41,21 @@ def test_layers_with_states_read_the_whole_text(tmp_path: Path) -> None:
         one, other, both = last_input(3), last_input(4), last_input(3, 4)
     assert not torch.allclose(one, other)
     torch.testing.assert_close(both, (one + other) / 2)
+
+
+SPEC = tiny_spec(num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC.map_mixers(AttentionSpec, lambda one, i: dataclasses.replace(one, kv_distance=i)),
+        dataclasses.replace(SPEC, layer_input_size=4),
+    ],
+    ids=["keys of another layer", "inputs of each layer"],
+)
+def test_a_layer_that_reads_more_than_the_hidden_state_is_refused(
+    tmp_path: Path, spec: ModelSpec
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=naming(spec.architecture, "--calibrate")):
+        CalibrationInputs(tmp_path, spec, [[1]])
