@@ -2,7 +2,8 @@
 
 What is best on a card is found by measuring (execution.checking.tuning). A size decides the order
 of sums, so it is fixed for as long as a model is served, and the defaults are used where nothing
-was measured. Every candidate compiles for sm_80 and sm_90 without spilling registers.
+was measured. Every candidate compiles for sm_80 and sm_90, and spills no more registers than ours:
+none, but for three in the tile of `decode` with int4 on sm_80.
 """
 
 import dataclasses

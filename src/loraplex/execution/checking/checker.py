@@ -20,6 +20,7 @@ from loraplex.core.environment import child_environment
 from loraplex.core.python_process import module_command
 from loraplex.core.stopped_process import how_it_ended
 from loraplex.execution.checking.process import (
+    STARTING,
     Began,
     CheckRequest,
     Completed,
@@ -39,7 +40,6 @@ _START_SECONDS: Final = 300.0
 _OP_SECONDS: Final = 90.0
 """An op's first call compiles it."""
 _END_SECONDS: Final = 5.0
-_STARTING: Final = ""
 _READ_BYTES: Final = 1 << 16
 
 
@@ -52,8 +52,8 @@ class _TooLate(Exception):
 
 
 def patience(op: str) -> float:
-    """Return the seconds that an op may take, or the start of the process."""
-    return _START_SECONDS if op == _STARTING else _OP_SECONDS
+    """Return the seconds that an op may take, or a start."""
+    return _START_SECONDS if op == STARTING else _OP_SECONDS
 
 
 class CheckResult(NamedTuple):
@@ -95,7 +95,7 @@ class _Run:
     """One process of a check."""
 
     request: CheckRequest
-    op: str = _STARTING
+    op: str = STARTING
     """The one that runs."""
     end: str = ""
     """How the process ended."""
@@ -159,10 +159,11 @@ class _Run:
         Of a tuning nothing is used then: the ops were checked with our own sizes.
         """
         if self.completed is not None:
-            self.tuning = Tuning(not_done=f"{self.op} {fault}: {detail}")
+            what = self.op or "the start of the measurement"
+            self.tuning = Tuning(not_done=f"{what} {fault}: {detail}")
             return
         is_named = any(finding.fault is Fault.CRASHES for finding in self.fallen.values())
-        if self.op != _STARTING and not is_named:
+        if self.op != STARTING and not is_named:
             self.fallen.setdefault(self.op, Finding(op=self.op, fault=fault, detail=detail))
 
 

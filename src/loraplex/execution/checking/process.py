@@ -34,6 +34,8 @@ from loraplex.models.linear_group import TensorShard
 from loraplex.models.sharding import shard
 
 BEST_BACKEND: Final = "loraplex.execution.checking.process:best_backend"
+STARTING: Final = ""
+"""What a process does before the first op, and before the first measurement of sizes."""
 GPU_SECONDS: Final = "loraplex.execution.checking.tuning:gpu_seconds"
 
 
@@ -163,6 +165,7 @@ def check(request: CheckRequest, reporter: Reporter) -> None:
     trial.close()
     if not request.tunes:
         return
+    reporter.begin(STARTING)
     own = make({})
     replace_ops(own, TorchOps(device), shadow.fallen)
     tuning = TuningKernels(

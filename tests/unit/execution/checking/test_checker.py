@@ -92,9 +92,9 @@ def test_a_process_that_does_not_start_in_time_is_no_fault_of_an_op(folder: Path
         check_ops(request_of(folder, "sound"), lambda _: 0.0)
 
 
-def tuned(folder: Path, backend: str) -> CheckResult:
+def tuned(folder: Path, backend: str, measure: str = "work_done") -> CheckResult:
     request = msgspec.structs.replace(
-        request_of(folder, backend), tunes=True, measure="support.planted_kernels:work_done"
+        request_of(folder, backend), tunes=True, measure=f"support.planted_kernels:{measure}"
     )
     return check_ops(request, patient)
 
@@ -117,3 +117,10 @@ def test_of_a_tuning_that_ends_its_process_nothing_is_used(folder: Path) -> None
     assert not [finding for finding in found.findings if finding.fault]
     assert found.tuning.sizes == {}
     assert "gate with attention_programs 4 crashes" in found.tuning.not_done
+
+
+def test_a_measurement_that_cannot_start_leaves_the_check_as_it_is(folder: Path) -> None:
+    found = tuned(folder, "sound", measure="no_such_measurer")
+    assert not [finding for finding in found.findings if finding.fault]
+    assert found.findings
+    assert found.tuning.not_done.startswith("AttributeError: ")
