@@ -64,18 +64,22 @@ class Outputs(AsyncIterator[RequestOutput]):
 
 
 class LargePieces(EchoService):
-    """Never waits, so that nothing but the client can hold it up."""
+    """Waits for nothing once it may begin: nothing but the client can hold it up."""
 
     def __init__(self) -> None:
         super().__init__()
         self.outputs: list[Outputs] = []
+        self.may_begin = asyncio.Event()
+        self.may_begin.set()
 
     async def generate(
         self, request: GenerateRequest, principal: Principal
     ) -> AsyncIterator[RequestOutput]:
         del principal
-        self.outputs.append(Outputs(request))
-        return self.outputs[-1]
+        outputs = Outputs(request)
+        self.outputs.append(outputs)
+        await self.may_begin.wait()
+        return outputs
 
     @property
     def num_taken(self) -> int:
@@ -198,9 +202,11 @@ async def test_the_requests_of_a_stream_that_is_not_read_end(serve):
     backend = LargePieces()
     _, channel = await serve(backend, limits=replace(NO_LIMITS, unread_seconds=0.01))
     unread = stub_of(channel).ModelStreamInfer()
+    backend.may_begin.clear()  # else the stream may end before the last request has come
     for number in range(3):
         await unread.write(request_of(100_000, str(number)))
     await until(lambda: len(backend.outputs) == 3)
+    backend.may_begin.set()
     await until(lambda: all(outputs.is_closed for outputs in backend.outputs))
     unread.cancel()
 
