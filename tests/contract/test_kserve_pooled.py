@@ -216,10 +216,14 @@ def test_a_request_of_the_openai_front_end_to_a_vllm_model(backend, openai):
         assert result.as_numpy("num_output_tokens").tolist() == [0]
         ids = request({"input": [*b"hi"]}, EMBEDDING, lora_name="sheep")
         assert (ids.as_numpy(EMBEDDING) == expected(openai, "sheep", [*b"hi"])).all()
-        for bad in ("{", '{"input": 5}', '{"input": ""}', '{"input": "a", "text": "b"}'):
+        empty = '{"input": "a", "pooling_params": {"dimensions": []}}'
+        for bad in ("{", '{"input": 5}', '{"input": ""}', '{"input": "a", "text": "b"}', empty):
             with pytest.raises(InferenceServerException) as caught:
                 request(bad)
             assert re.search(naming("embedding_request"), str(caught.value))
+        with pytest.raises(InferenceServerException) as caught:
+            request({"input": "hi", "pooling_params": {"dimensions": 3}}, PROBABILITIES)
+        assert re.search(naming("dimensions", EMBEDDING), str(caught.value))
 
 
 def test_a_decoupled_model_sends_one_final_response(backend, openai):

@@ -167,10 +167,11 @@ class LocalTexts:
         as in sentence-transformers. Raises InvalidParameterError for a prompt that is not there.
         """
         found, task, text = request.with_prefix(prompts), request.task, request.prompt
-        is_left_out = not self.card.vectors.includes_prompts and isinstance(task, Pool)
-        if not is_left_out or not isinstance(text, str) or found.prompt == text:
+        reads_all = isinstance(task, Pool) and task.kind.needs_whole_prompt
+        if not reads_all or self.card.vectors.includes_prompts or found.prompt == text:
             return found
-        assert isinstance(found.prompt, str), "a text with a prefix"
+        assert isinstance(text, str), "tokens have no prefix"
+        assert isinstance(found.prompt, str)
         prefix = found.prompt[: len(found.prompt) - len(text)]
         num_tokens = len(self.tokenize(prefix, add_special_tokens=request.add_special_tokens))
         if request.add_special_tokens:

@@ -27,7 +27,7 @@ from loraplex.core.errors import (
 )
 from loraplex.core.plan import Capacity
 from loraplex.core.principal import ALL, DEFAULT_TENANT, LOCAL, Principal
-from loraplex.core.request import GenerateRequest
+from loraplex.core.request import GenerateRequest, TruncationSide
 from loraplex.core.sampling_params import SamplingParams
 from loraplex.core.scheduler_settings import FairShare
 from loraplex.core.stats import AdapterActivity, Durations, EngineStats, StepRecord
@@ -113,8 +113,14 @@ class ServedModel(LocalTexts):
             task = Generate(await self.grammars.compiled(sampling))
             request = msgspec.structs.replace(request, task=task)
         if truncation is not None:
-            kept = self.kept_tokens(request)
+            kept, num_whole = self.kept_tokens(request), len(token_ids)
             token_ids = cut_prompt(request, truncation, token_ids, self.card, kept)
+            if isinstance(task, Pool) and truncation.side is TruncationSide.LEFT:
+                # The prefix is cut first; what the tokenizer puts before it stays.
+                num_left_out = task.num_left_out - (num_whole - len(token_ids))
+                num_left_out = max(min(kept[0], task.num_left_out), num_left_out)
+                task = msgspec.structs.replace(task, num_left_out=num_left_out)
+                request = msgspec.structs.replace(request, task=task)
         if isinstance(task, Pool) and task.kind is PoolKind.SCORE:
             token_ids = without_padding(token_ids, self.card.classes.pad_token_id)
         return request, token_ids

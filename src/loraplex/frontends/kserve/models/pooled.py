@@ -6,7 +6,7 @@ its vector as a JSON list in `text_output`. Pure.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -78,7 +78,7 @@ def convert_pooled(
     UnsupportedFeatureError for a model without such values."""
     of_vllm = _embedding_request(inputs)
     if output == PROBABILITIES.name:
-        check_not_pooled(parameters)
+        check_not_pooled({**parameters, **of_vllm})
         pool, prefix = model.card.classes.pool(), None
     else:
         pool, prefix = _vector(model, parameters, of_vllm.get(DIMENSIONS))
@@ -144,7 +144,7 @@ def _embedding_request(inputs: Inputs) -> dict[str, Any]:
 
 
 class _PoolingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    dimensions: int | list[int] | None = None
+    dimensions: int | Annotated[list[int], msgspec.Meta(min_length=1)] | None = None
 
 
 class _EmbeddingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
