@@ -253,7 +253,7 @@ def _load_marian(
     pieces = [
         Piece(token, type=special[token])
         if token in special
-        else own.pop(token, Piece(f"\0{token}"))  # a text that no text has
+        else own.pop(token, Piece(f" {token}"))  # in no text: spaces have become "▁"
         for token in sorted(ids, key=ids.__getitem__)
     ]
     # The model's pieces that vocab.json lacks follow: a text may be cut into them.

@@ -13,6 +13,9 @@ from loraplex.text.tokenizer import Tokenizer, load_tokenizer
 from support.naming import naming
 from support.tiny_tokenizers import write_unigram_sentencepiece
 
+# The first test makes the fixture, whichever it is.
+pytestmark = pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
+
 TEXTS = (
     "",
     " ",
@@ -22,6 +25,7 @@ TEXTS = (
     "法国的首都是巴黎。 日本 Россия",
     "ＦＵＬＬ ｗｉｄｔｈ ﬁ ①",
     "\u0000 a\u200bb\u00a0c",
+    "fox\0▁Das \0>>fra<<",
     "👍🏽 quick 👨‍👩‍👧‍👦 fox",
     "a </s> b",
     "<unk><pad> fox",
@@ -67,7 +71,6 @@ def theirs(folder: Path) -> MarianTokenizer:
     return MarianTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.filterwarnings("ignore:Recommended. pip install sacremoses")
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_equal_those_of_transformers(
     ours: Tokenizer, theirs: MarianTokenizer, text: str
