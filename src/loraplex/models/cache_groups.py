@@ -104,10 +104,10 @@ def with_attention_windows(
         limit = limits[(layer - attention.kv_distance) % len(limits)]
         if attention.chunk is not None and (limit or num_sink_tokens):
             raise ConfigError(
-                f"max_attention_window_size {limit} and sink_token_length {num_sink_tokens} are "
-                f"not supported in layer {layer}: its attention is in chunks of {attention.chunk} "
+                f"a window of {limit or 'any'} positions with {num_sink_tokens} sink tokens is not "
+                f"supported in layer {layer}: its attention is in chunks of {attention.chunk} "
                 "positions",
-                param="max_attention_window_size",
+                param="max_attention_window_size" if limit else "sink_token_length",
             )
         window = _smaller(attention.window, limit)
         return dataclasses.replace(attention, window=window, num_sink_tokens=num_sink_tokens)

@@ -63,7 +63,7 @@ class _Row:
 
 
 class PrefillSplit:
-    """Splits the token budget of one step between prefilling rows; all of it is used.
+    """Splits the token budget of one step between prefilling rows, which take all that they can.
 
     The first row in scheduling order may take `1 - shortest_share` of the budget. What it leaves
     goes to the row with the fewest tokens left, then to the next (by priority first). A row that

@@ -89,10 +89,13 @@ def test_refused_fields(
         read(**changes)
 
 
-def test_windows_of_an_operator_are_refused_in_chunks() -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_attention_window_size", (512,)), ("sink_token_length", 512)]
+)
+def test_windows_of_an_operator_are_refused_in_chunks(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=naming(512, 8192)) as raised:
-        windowed(RunnerSettings(max_attention_window_size=(512,)), read())
-    assert raised.value.param == "max_attention_window_size"
+        windowed(RunnerSettings(**{name: value}), read())
+    assert raised.value.param == name
 
 
 def test_a_gpu_serves_one_chunk() -> None:

@@ -205,7 +205,7 @@ def output_tensors(
 
 
 def _pooled(batch: Batch) -> list[Tensor]:
-    """Values of prompts [batch, longest]: zeros follow those of heads with fewer labels.
+    """Values of prompts [batch, longest]: zeros follow those that are shorter.
 
     A request that was stopped before has none. As text they are a JSON list.
     """
