@@ -57,21 +57,18 @@ BFLOAT16_FACTOR = 1.5
 
 
 def adapter_configs(case: FamilyCase) -> dict[str, LoraConfig]:
-    def targets(layer: str, linears: tuple[str, ...]) -> str:
-        return rf"{case.scope}{layer}\.(?:.*\.)?({'|'.join(linears)})"
-
     some = case.linears
     return {
         "all": LoraConfig(
             r=8,
             lora_alpha=8,
-            target_modules=targets(r"\d+", some),
+            target_modules=case.all_targets,
             target_parameters=list(case.parameters) or None,
             rank_pattern={some[1]: 3, rf"1\.(?:.*\.)?{some[-1]}": MAX_RANK},
             alpha_pattern={some[1]: 5},
         ),
-        "first": LoraConfig(r=4, lora_alpha=24, target_modules=targets(r"\d+", some[:1])),
-        "one-layer": LoraConfig(r=1, lora_alpha=2, target_modules=targets("1", some[-2:])),
+        "first": LoraConfig(r=4, lora_alpha=24, target_modules=case.targets(r"\d+", some[:1])),
+        "one-layer": LoraConfig(r=1, lora_alpha=2, target_modules=case.targets("1", some[-2:])),
     }
 
 
@@ -99,7 +96,15 @@ class Subject:
         return recorded_driver(self.folder, adapters, is_scrambled=scrambled, **(ranks | settings))
 
 
-HANDLES = {"all": 11, "first": 12, "one-layer": 13, "embedding": 14, "head": 15}
+HANDLES = {
+    "all": 11,
+    "first": 12,
+    "one-layer": 13,
+    "embedding": 14,
+    "head": 15,
+    "all-linear": 16,
+    "dora": 17,
+}
 ENDS = {
     "embedding": LoraConfig(r=4, lora_alpha=6, target_modules=["embed_tokens"]),
     "head": LoraConfig(r=4, lora_alpha=6, target_modules=["lm_head"]),
@@ -252,6 +257,33 @@ def test_adapters_of_embedding_and_head(name: str, tmp_path: Path) -> None:
         sampler.logits.clear()
         assert driver.generate([prompt], 4, prompt_logits=True) == [tokens]
         assert relative_error(sampler.logits[0], logits) < TOLERANCE, adapter
+
+
+OUTER = "per_layer_model_projection"
+OF_LAYER_INPUTS = {
+    "all-linear": LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"),
+    "dora": LoraConfig(r=4, lora_alpha=6, target_modules=[OUTER, "up_proj"], use_dora=True),
+    "first": LoraConfig(r=8, lora_alpha=24, target_modules=[OUTER]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_adapters_of_what_makes_the_own_inputs_of_layers(tmp_path: Path) -> None:
+    """Compare LoRA and DoRA of a projection outside the layers, alone and in company."""
+    subject = make_subject(tmp_path, CASES["gemma4"], OF_LAYER_INPUTS)
+    driver, sampler = subject.driver()
+    prompts = [make_prompt(20, name) for name in (*OF_LAYER_INPUTS, None)]
+    alone, last_logits = [], []
+    for prompt, name in zip(prompts, (*OF_LAYER_INPUTS, None), strict=True):
+        logits, tokens = reference_completion(subject.reference, name, prompt, 4)
+        sampler.logits.clear()
+        alone += driver.generate([prompt], 4, prompt_logits=True)
+        assert relative_error(sampler.logits[0], logits) < TOLERANCE, name
+        assert alone[-1] == tokens, name
+        last_logits.append(sampler.logits[-1])
+    driver, sampler = subject.driver(scrambled=True)
+    assert driver.generate(prompts, 4) == alone
+    assert torch.equal(sampler.logits[-1], torch.cat(last_logits))
 
 
 def mean_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

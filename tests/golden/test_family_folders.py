@@ -43,8 +43,7 @@ def save(folder: Path, case: FamilyCase) -> Path:
     torch.manual_seed(0)
     model = case.model_class.from_config(case.config())
     model.save_pretrained(folder)
-    linears = "|".join(case.linears)
-    config = LoraConfig(r=4, target_modules=rf"{case.scope}\d+\.(?:.*\.)?({linears})")
+    config = LoraConfig(r=4, target_modules=case.all_targets)
     add_random_adapters(model, {"all": config}).save_pretrained(folder / "adapters")
     if case.convert is not None:
         case.convert(folder)

@@ -43,10 +43,10 @@ def recorded_driver(
     is_scrambled: it takes the KV blocks in another order.
     """
     host = HostAdapters()
-    for handle, adapter in adapters.items():
-        host[handle] = adapter
     fixed = {"num_blocks": 80, "block_size": 8, "max_num_seqs": 8}
     parts = load_parts(folder, RunnerSettings(**(fixed | settings)), host)
+    for handle, adapter in adapters.items():
+        host[handle] = parts.adapter_bank.prepare(adapter)
     sampler = RecordingSampler(parts.capacity.vocab_size)
     runner = ModelRunner(dataclasses.replace(parts, sampler=sampler))
     order = list(range(parts.capacity.cache_groups[0].num_blocks))

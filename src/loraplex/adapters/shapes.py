@@ -114,7 +114,8 @@ class BaseShapes(msgspec.Struct, frozen=True):
         """
         own = self.layer(layer).paths.get(module, "")
         is_end = own.endswith(f".{module}")
-        return not is_end or f".{path}".endswith("." + own.partition("{}.")[2])
+        inner = own.partition("{}.")[2] or module  # a path outside layers has no number
+        return not is_end or f".{path}".endswith(f".{inner}")
 
     def has_module(self, layer: int, module: str) -> bool:
         """Whether a decoder layer has an adaptable linear layer of this name."""

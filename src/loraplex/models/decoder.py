@@ -30,7 +30,7 @@ from loraplex.models.mixers.mixer import (
 from loraplex.models.norm import HiddenState, NoNorm, Norm, make_norm
 from loraplex.models.parameters import OUTPUT_FACTOR, DecoderParameters, LayerParameters
 from loraplex.models.rope import RotaryTable
-from loraplex.models.spec import LayerSpec, ModelSpec, NormPlace
+from loraplex.models.spec import LAYER_INPUTS, LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import MixerSpec, RopeConfig
 
 _MAX_REPEATED_TOKENS = 256
@@ -161,9 +161,6 @@ class Decoder:
         self._projections = parameters.projections
         self._embedding = decoder_embedding(spec, parameters, kernels)
         self._dtype = parameters.embedding.dtype
-        self._layer_inputs = None
-        if parameters.layer_inputs is not None:
-            self._layer_inputs = LayerInputs(spec, parameters.layer_inputs, kernels)
         group_of = {cache: n for n, group in enumerate(cache_groups) for cache in group.caches}
         self._layers = []
         planners: dict[PlanKind, Callable[[ForwardBatch], object]] = {}
@@ -176,6 +173,11 @@ class Decoder:
                 if kind not in planners:
                     planners[kind] = kind.planner(kernels, device)
         self._planners = planners
+        self._layer_inputs = None
+        if parameters.layer_inputs is not None:
+            first = LayerPlace(0, spec.layers[0].linears, group_of, block_size)
+            projection = first.linear(LAYER_INPUTS, parameters.layers[0], kernels)
+            self._layer_inputs = LayerInputs(spec, parameters.layer_inputs, projection, kernels)
         self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
         if not spec.is_last_stage:
             self._final_norm = NoNorm(kernels)
@@ -262,7 +264,8 @@ class Decoder:
         state = self._embedding.state(batch) if hidden is None else HiddenState(hidden, None)
         own_inputs = None
         if self._layer_inputs is not None:
-            own_inputs = self._layer_inputs.of_tokens(state.residual, batch.token_ids)
+            _wait_for(0, batch)  # whose LoRA the projection's is
+            own_inputs = self._layer_inputs.of_tokens(state.residual, batch.token_ids, batch.lora)
         inputs = MixerInputs(batch, kv, self._angles(batch), plans, own_inputs)
         for index, layer in enumerate(self._layers):
             _wait_for(index, batch)

@@ -15,7 +15,7 @@ import torch
 from loraplex.kernels.activations import Activation
 from loraplex.kernels.lora import LoraBatch
 from loraplex.kernels.ops import Kernels
-from loraplex.models.mixers.mixer import LayerPlace, MixerInputs
+from loraplex.models.mixers.mixer import LayerPlace, Linear, MixerInputs
 from loraplex.models.parameters import LayerInputParameters, LayerParameters, layer_input_norm
 from loraplex.models.spec import LAYER_INPUT_GATE, LAYER_INPUT_OUT, ModelSpec
 
@@ -23,10 +23,16 @@ from loraplex.models.spec import LAYER_INPUT_GATE, LAYER_INPUT_OUT, ModelSpec
 class LayerInputs:
     """Gives the vectors of all layers, once a step."""
 
-    def __init__(self, spec: ModelSpec, parameters: LayerInputParameters, kernels: Kernels) -> None:
-        """parameters: packed by these kernels."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: LayerInputParameters,
+        projection: Linear,
+        kernels: Kernels,
+    ) -> None:
+        """parameters: packed by these kernels. projection: LAYER_INPUTS of the first layer."""
         self._kernels = kernels
-        self._table, self._projection = parameters.table, parameters.projection
+        self._table, self._projection = parameters.table, projection
         self._size = spec.layer_input_size
         # Factors before and after the norm go into its epsilon and its weight, so fewer results
         # are rounded.
@@ -36,9 +42,11 @@ class LayerInputs:
         factor = torch.tensor(math.sqrt(self._size), dtype=self._table.dtype)
         self._table_factor = factor.item() * math.sqrt(0.5)
 
-    def of_tokens(self, embedded: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def of_tokens(
+        self, embedded: torch.Tensor, token_ids: torch.Tensor, lora: LoraBatch | None
+    ) -> torch.Tensor:
         """embedded [T, N], token_ids [T] -> [T, L * P]."""
-        projected = self._kernels.linear(embedded, self._projection)
+        projected = self._projection.forward(embedded, lora)
         normed = self._kernels.rms_norm(projected.view(-1, self._size), self._weight, self._eps)
         rows = self._kernels.take_rows(self._table, token_ids)
         return self._kernels.add(rows, normed.view(rows.shape), self._table_factor)

@@ -47,10 +47,9 @@ class LayerParameters:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerInputParameters:
-    """Weights of the own inputs of L layers, of size P each."""
+    """Weights of the own inputs of L layers, of size P each, in addition to LAYER_INPUTS."""
 
     table: torch.Tensor  # [vocab_size, L * P]
-    projection: PackedLinear  # hidden to L * P
     norm: NormParameters
 
 
@@ -245,11 +244,10 @@ def layer_input_norm(spec: ModelSpec) -> NormSpec:
 
 
 def _build_layer_inputs(spec: ModelSpec, source: ParameterSource) -> LayerInputParameters:
-    table, projection, _ = (spec.names.root + name for name in spec.names.layer_inputs)
+    table = spec.names.root + spec.names.layer_inputs[0]
     size = spec.num_layers * spec.layer_input_size
     return LayerInputParameters(
         table=source.tensor(f"{table}.weight", (spec.vocab_size, size)),
-        projection=source.linear(LinearPlace({projection: size}, spec.hidden_size)),
         norm=_build_norm(layer_input_norm(spec), source),
     )
 

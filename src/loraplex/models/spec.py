@@ -25,6 +25,7 @@ LATENT_OUTPUT: Final = "latent_out"
 SHARED_UP: Final = "shared_up"
 SHARED_DOWN: Final = "shared_down"
 SHARED_GATE: Final = "shared_gate"
+LAYER_INPUTS: Final = "layer_inputs"
 LAYER_INPUT_GATE: Final = "layer_input_gate"
 LAYER_INPUT_OUT: Final = "layer_input_out"
 SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
@@ -87,7 +88,8 @@ class LayerSpec:
     With experts ROUTER precedes UP; a shared expert has SHARED_UP, SHARED_DOWN and may have
     SHARED_GATE, of one output. LATENT_INPUT and LATENT_OUTPUT are there if experts read and give
     vectors of another size than the hidden one. LAYER_INPUT_GATE and LAYER_INPUT_OUT are those of
-    `layer_input`.
+    `layer_input`. LAYER_INPUTS, which the first layer alone has and all read, makes a part of
+    these inputs of the embedding.
     """
     is_parallel: bool = False
     """Whether the feed-forward part reads the residual that the mixer reads.

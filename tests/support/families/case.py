@@ -19,6 +19,8 @@ class FamilyCase:
     config: Callable[[], PretrainedConfig]
     linears: tuple[str, ...] = LLAMA_LINEARS
     """Last names of all linear layers of a decoder layer."""
+    outer_linears: tuple[str, ...] = ()
+    """Last names of linear layers outside the decoder layers that adapters may change."""
     parameters: tuple[str, ...] = ()
     """Last names of a decoder layer's weights that are no linear layer's in transformers."""
     scope: str = r".*\."
@@ -34,6 +36,16 @@ class FamilyCase:
     """Changes a random model before it is saved."""
     convert: Callable[[Path], None] | None = None
     """Rewrites a saved checkpoint or adapter, for families that transformers has no class of."""
+
+    def targets(self, layer: str, linears: tuple[str, ...]) -> str:
+        """Return what PEFT finds linear layers of decoder layers by. layer: regular expression."""
+        return rf"{self.scope}{layer}\.(?:.*\.)?({'|'.join(linears)})"
+
+    @property
+    def all_targets(self) -> str:
+        """What PEFT finds all linear layers by."""
+        outer = [rf"|.*\.{name}" for name in self.outer_linears]
+        return self.targets(r"\d+", self.linears) + "".join(outer)
 
     def save(self, folder: Path) -> Any:
         """Save a random model, and return that of transformers."""

@@ -83,7 +83,11 @@ def with_factors(model: Any) -> None:
 
 
 OWN_INPUT = (*LLAMA_LINEARS, "per_layer_input_gate", "per_layer_projection")
-TEXT: dict[str, Any] = {"linears": OWN_INPUT, "prepare": with_factors}
+TEXT: dict[str, Any] = {
+    "linears": OWN_INPUT,
+    "outer_linears": ("per_layer_model_projection",),
+    "prepare": with_factors,
+}
 
 CASES: dict[str, FamilyCase] = {
     "gemma4": FamilyCase(config=gemma4, is_quick=True, **TEXT),

@@ -293,6 +293,18 @@ def expert(
     origin = f"model.layers.{layer}.{path.format(number)}"
     return lora(module, layer, 2, expert=number, origin=origin, shape=(8, 6))
 
+    @pytest.mark.parametrize("root", ["", "model.", "model.language_model."])
+    def test_what_makes_the_own_inputs_of_layers(self, root):
+        module = "per_layer_model_projection"
+        rows = [lora("q_proj"), lora(module, shape=(8, 6), origin=root + module)]
+        tensors = peft_tensors(rows)
+        names = [name for name in tensors if module in name]
+        path = f"base_model.model.{root or 'model.'}{module}"
+        assert names == [f"{path}.lora_A.weight", f"{path}.lora_B.weight"]
+        config = parse_config(json.dumps(peft_config(rows)).encode())
+        read = read_peft(config, tensors)
+        assert digest(read) == digest(rows)
+
 
 class TestPeftOfExperts:
     def test_names_are_those_of_the_base(self):

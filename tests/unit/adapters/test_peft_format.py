@@ -57,6 +57,13 @@ def test_the_forms_of_keys_that_real_files_have(form):
     assert row.tensors["b"].shape == (12, 2)
 
 
+@pytest.mark.parametrize("root", ["", "model.", "model.language_model.", "language_model.model."])
+def test_what_makes_the_own_inputs_of_layers_counts_to_the_first(root):
+    path = f"{root}per_layer_model_projection"
+    (row,) = canonical_rows(CONFIG, pair(f"base_model.model.{path}"))
+    assert (row.layer, row.module, row.origin) == (0, "per_layer_model_projection", path)
+
+
 def test_wrappers_in_the_config_are_those_of_the_tensors():
     path = "model.layers.0._orig_mod.self_attn.q_proj"
     names = {"target_modules": [path], "rank_pattern": {path: 2}, "alpha_pattern": {path: 6}}

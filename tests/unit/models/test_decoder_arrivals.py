@@ -1,7 +1,9 @@
 """A decoder's layers wait for adapters that are still arriving, each for its own part of them."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +31,24 @@ from support.tiny_model import TinyCheckpoint
 
 CPU, NUM_LAYERS, BLOCK_SIZE = torch.device("cpu"), 4, 4
 PROMPT = [3, 17, 8, 40]
+FAMILIES: dict[str, Mapping[str, Any]] = {
+    "llama": {},
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "layer_types": ["full_attention"] * NUM_LAYERS,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 50,
+    },
+}
+"""Fields of config.json. A module of Gemma 4's first layer is read before any layer."""
 
 
 class Model:
-    def __init__(self, folder: Path) -> None:
-        checkpoint = TinyCheckpoint(folder, num_hidden_layers=NUM_LAYERS)
+    def __init__(self, folder: Path, fields: Mapping[str, Any]) -> None:
+        checkpoint = TinyCheckpoint(folder, num_hidden_layers=NUM_LAYERS, **fields)
         self.config, kernels = checkpoint.config, ReferenceKernels(CPU)
         form = WeightFormat(dtype=torch.float32, precision=WeightPrecision.NATIVE, device=CPU)
         weights = load_weights(checkpoint.save(), self.config, kernels, form, None)
@@ -111,10 +126,11 @@ def batch_of(bank: AdapterBank) -> LoraBatch:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Model:
-    return Model(tmp_path)
+def model(tmp_path: Path, request: pytest.FixtureRequest) -> Model:
+    return Model(tmp_path, FAMILIES[getattr(request, "param", "llama")])
 
 
+@pytest.mark.parametrize("model", FAMILIES, indirect=True)
 def test_an_adapter_that_is_arriving_changes_no_logit(model: Model) -> None:
     expected = model.logits(batch_of(model.bank(None)))
     assert not torch.equal(expected, model.logits(None))
@@ -140,11 +156,12 @@ class Watched:
         self.layers.append(layer)
 
 
-def test_every_layer_waits_in_its_turn_and_at_every_step(model: Model) -> None:
+@pytest.mark.parametrize(("model", "ahead"), [("llama", []), ("gemma4", [0])], indirect=["model"])
+def test_every_layer_waits_in_its_turn_and_at_every_step(model: Model, ahead: list[int]) -> None:
     batch, watched = batch_of(model.bank(None)), Watched()
     for count in (1, 2):
         model.logits(dataclasses.replace(batch, arrivals=watched))
-        assert watched.layers == [OUTSIDE_LAYERS, *range(NUM_LAYERS)] * count
+        assert watched.layers == [OUTSIDE_LAYERS, *ahead, *range(NUM_LAYERS)] * count
 
 
 def test_a_step_that_waits_is_not_repeated_from_a_record(

@@ -11,7 +11,12 @@ from typing import Any, TypeVar
 
 from loraplex.adapters.canonical import CanonicalRow, RowKind
 from loraplex.adapters.formats.modules import ROUTER, is_of_experts, linear_path
-from loraplex.adapters.formats.peft_names import NORMS, is_of_other_root, parameter_path
+from loraplex.adapters.formats.peft_names import (
+    NORMS,
+    OF_FIRST_LAYER,
+    is_of_other_root,
+    parameter_path,
+)
 from loraplex.adapters.tensor_file import RawTensor
 from loraplex.core.adapter import EMBEDDING, SCORE
 from loraplex.core.errors import InvalidAdapterError, UnsupportedFeatureError
@@ -84,13 +89,14 @@ def _path(row: CanonicalRow) -> str:
         raise UnsupportedFeatureError(
             f"{row.origin} is of expert {row.expert} of {row.module}, which experts do not have"
         )
-    if row.layer is None:
+    is_plain = not is_of_other_root(row.origin)
+    if row.layer is None or (row.module == OF_FIRST_LAYER and is_plain):
         return parameter_path(row.module)
     if row.module in NORMS[:2]:
         return f"model.layers.{row.layer}.{row.module}"
     inner = row.origin.partition(f"layers.{row.layer}.")[2]
     is_known = row.expert is None or f"{_EXPERTS}{row.expert}." in inner
-    if is_known and is_of_other_root(row.origin):
+    if is_known and not is_plain:
         return row.origin
     if is_known and inner:
         return f"model.layers.{row.layer}.{inner}"

@@ -234,11 +234,8 @@ _FOREIGN = {
         "LoRA of a projection between the embedding and the layers (train with exclude_modules: "
         "project_in, project_out)",
     ),
-    **dict.fromkeys(
-        (".per_layer_model_projection.", ".embed_tokens_per_layer."),
-        "a change of what makes the layers' own inputs (train with exclude_modules: "
-        "per_layer_model_projection, embed_tokens_per_layer)",
-    ),
+    ".embed_tokens_per_layer.": "a change of the table of the layers' own inputs (train with "
+    "exclude_modules: embed_tokens_per_layer)",
     ".experts.base_layer.base_layer": "LoRA of a third parameter of experts",
     ".experts": "another layout of experts than those of docs/adapters.md",
     "token_adapter.base_layer.": "trained tokens of a module that is copied as well",

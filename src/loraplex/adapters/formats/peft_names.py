@@ -123,6 +123,9 @@ _OTHER_TOWERS = re.compile(
     r"|embed_vision|embed_audio|mtp)\..*"
 )
 
+OF_FIRST_LAYER = "per_layer_model_projection"
+"""What makes the own inputs of all layers: a module of the first one in canonical adapters."""
+
 _PLAIN_PATH = re.compile(
     r"(?:model\.){0,2}layers\.|(?:transformer\.)?h\.\d+\.(?:attn|mlp)\.c_|\w+$|$"
 )
@@ -167,11 +170,12 @@ _PATH = (
     rf"|{_ROOT}(?:layers|h)\.(?P<layer>\d{{1,6}})\."
     rf"(?:{_OF_EXPERTS}|(?:(?:{'|'.join(_PARENTS)})\.)?"
     rf"(?P<inner>(?!lora_|(?:{'|'.join(_CONVOLUTIONS)})\.)\w+))"
-    rf"|{_ROOT}(?:(?P<embedding>{'|'.join(_EMBEDDINGS)})|(?P<top>{FINAL_NORM}))"
+    rf"|{_ROOT}(?:(?P<embedding>{'|'.join(_EMBEDDINGS)})|(?P<top>{FINAL_NORM})"
+    rf"|(?P<first>{OF_FIRST_LAYER}))"
     rf"|(?:(?:language_)?model\.)?(?P<head>{'|'.join(_HEADS)})"
     rf"|(?P<classifier>{'|'.join(CLASSIFIERS)}))"
 )
-_MODULES = ("inner", "whole", "top")
+_MODULES = ("inner", "whole", "top", "first")
 _STACKED = ("t5", "bart", "cross")
 """Groups of encoder-decoder models: the stack; with a suffix its layer, parent and module."""
 _LAYERS = ("layer", "block", *(f"{kind}_layer" for kind in _STACKED))
@@ -204,7 +208,7 @@ def parse_name(name: str) -> TensorName | None:
     is_embedding_slot = "lora_embedding_" in name
     if is_embedding_slot != (module == EMBEDDING and slot in (PeftSlot.A, PeftSlot.B)):
         return None
-    layer = next((match[name] for name in _LAYERS if match[name]), None)
+    layer = next((match[name] for name in _LAYERS if match[name]), "0" if match["first"] else None)
     expert = match["expert"]
     return TensorName(
         match["path"],

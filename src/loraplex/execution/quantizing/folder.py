@@ -25,10 +25,10 @@ from loraplex.execution.weights.quantized import compressed_tensors
 from loraplex.execution.weights.weight_files import text_files, weight_files
 from loraplex.models.engine_folder import CONFIG_NAME, is_foreign_checkpoint, model_fields
 from loraplex.models.linear_group import LinearGroup
-from loraplex.models.spec import ROUTER, SHARED_GATE, ModelSpec
+from loraplex.models.spec import LAYER_INPUTS, ROUTER, SHARED_GATE, ModelSpec
 
-_CHOICES: Final = (ROUTER, SHARED_GATE)
-"""Groups whose outputs choose and weigh experts: they stay as they are."""
+_KEPT: Final = (ROUTER, SHARED_GATE, LAYER_INPUTS)
+"""Groups that stay as they are: their outputs choose and weigh experts, or reach all layers."""
 _ENDS: Final = (".weight_packed", ".weight_scale", ".weight_shape")
 
 
@@ -236,7 +236,7 @@ class _Job:
 
 
 def _quantised_groups(linears: Mapping[str, LinearGroup]) -> Mapping[str, LinearGroup]:
-    return {name: group for name, group in linears.items() if name not in _CHOICES}
+    return {name: group for name, group in linears.items() if name not in _KEPT}
 
 
 def _modules(path: str, group: LinearGroup) -> Sequence[str]:

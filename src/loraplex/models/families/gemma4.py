@@ -26,6 +26,7 @@ from loraplex.models.linear_group import LinearGroup
 from loraplex.models.spec import (
     LAYER_INPUT_GATE,
     LAYER_INPUT_OUT,
+    LAYER_INPUTS,
     LayerSpec,
     ModelSpec,
     NormPlace,
@@ -282,22 +283,27 @@ def _with_layer_input(layer: LayerSpec, spec: ModelSpec, index: int, size: int) 
         return layer
     assert layer.feed_forward is not None
 
-    def group(name: str, in_features: int, out_features: int) -> LinearGroup:
+    def group(path: str, in_features: int, out_features: int) -> LinearGroup:
         return LinearGroup(
-            paths=(prefix + name,),
-            outputs={name: out_features},
+            paths=(path,),
+            outputs={path.rpartition(".")[2]: out_features},
             in_features=in_features,
             has_bias=False,
         )
 
+    of_all = {}
+    if index == 0:
+        path = spec.names.root + spec.names.layer_inputs[1]
+        of_all[LAYER_INPUTS] = group(path, spec.hidden_size, spec.num_layers * size)
     norm = dataclasses.replace(spec.final_norm, path=f"{prefix}post_per_layer_input_norm")
     return dataclasses.replace(
         layer,
         layer_input=layer.feed_forward.activation,
         norms={**layer.norms, NormPlace.AFTER_LAYER_INPUT: norm},
         linears={
+            **of_all,
             **layer.linears,
-            LAYER_INPUT_GATE: group("per_layer_input_gate", spec.hidden_size, size),
-            LAYER_INPUT_OUT: group("per_layer_projection", size, spec.hidden_size),
+            LAYER_INPUT_GATE: group(f"{prefix}per_layer_input_gate", spec.hidden_size, size),
+            LAYER_INPUT_OUT: group(f"{prefix}per_layer_projection", size, spec.hidden_size),
         },
     )
