@@ -11,6 +11,7 @@ from loraplex.kernels.cuda import lora as launcher
 from loraplex.kernels.cuda.graphs import StepGraphs
 from loraplex.kernels.cuda.lora import CudaLora
 from loraplex.kernels.lora import LoraPlace, LoraUse, add_lora, batch_of_rows, head_place
+from loraplex.kernels.sizes import ProgramSizes
 from support.pooled_adapters import BASE, PooledAdapters, token_uses, users
 
 pytestmark = pytest.mark.slow
@@ -61,8 +62,8 @@ def inputs(num_tokens, dtype, in_features=96, width=WIDTH):
     return y.to(dtype), x.to(dtype)
 
 
-def added(y, x, batch, layer=1, modules=FUSED, offsets=OFFSETS, *, batch_invariant=False):
-    kernel = CudaLora(HOST, batch_invariant=batch_invariant)
+def added(y, x, batch, layer=1, modules=FUSED, offsets=OFFSETS, **options):
+    kernel = CudaLora(HOST, **{"batch_invariant": False} | options)
     result = y.clone()
     kernel.add(result, x, batch, LoraPlace(layer, modules, offsets))
     return result
@@ -115,12 +116,12 @@ def test_sizes_that_no_tile_divides(dtype, longest):
 def test_many_splits_and_tiles(dtype, monkeypatch):
     """Splits and tiles of a large layer, by narrow tiles."""
     monkeypatch.setattr(launcher, "_WIDTH_BYTES", 64)
-    monkeypatch.setattr(launcher, "_MOST_SPLITS_OF_FEW", 3)
     adapters = PooledAdapters(2, (5, 20), SHAPES, dtype)
     uses = token_uses([1, BASE, 0])
     y, x = inputs(3, dtype)
     expected = adapters.expected(y, x, uses, 1, FUSED, OFFSETS)
-    assert error(added(y, x, adapters.batch(uses, 3)), expected) < TOLERANCE[dtype]
+    result = added(y, x, adapters.batch(uses, 3), sizes=ProgramSizes(lora_splits=3))
+    assert error(result, expected) < TOLERANCE[dtype]
 
 
 def test_many_splits_for_matrices(monkeypatch):
