@@ -163,21 +163,20 @@ class Decoder:
         self._dtype = parameters.embedding.dtype
         group_of = {cache: n for n, group in enumerate(cache_groups) for cache in group.caches}
         self._layers = []
+        self._layer_inputs: LayerInputs | None = None
         planners: dict[PlanKind, Callable[[ForwardBatch], object]] = {}
         device = parameters.embedding.device
         for index, (layer, packed) in enumerate(zip(spec.layers, parameters.layers, strict=True)):
             place = LayerPlace(index, layer.linears, group_of, block_size)
             made = DecoderLayer(layer, place, packed, kernels)
             self._layers.append(made)
+            if LAYER_INPUTS in layer.linears and parameters.layer_inputs is not None:
+                projection = place.linear(LAYER_INPUTS, packed, kernels)
+                self._layer_inputs = LayerInputs(spec, parameters.layer_inputs, projection, kernels)
             for kind in made.plan_kinds:
                 if kind not in planners:
                     planners[kind] = kind.planner(kernels, device)
         self._planners = planners
-        self._layer_inputs = None
-        if parameters.layer_inputs is not None:
-            first = LayerPlace(0, spec.layers[0].linears, group_of, block_size)
-            projection = first.linear(LAYER_INPUTS, parameters.layers[0], kernels)
-            self._layer_inputs = LayerInputs(spec, parameters.layer_inputs, projection, kernels)
         self._final_norm = make_norm(spec.final_norm, parameters.final_norm, kernels)
         if not spec.is_last_stage:
             self._final_norm = NoNorm(kernels)
