@@ -1,5 +1,10 @@
 #include "loraplex/pool.h"
 
+#if defined(__linux__)
+#include <pthread.h>
+#include <sched.h>
+#endif
+
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
@@ -71,6 +76,7 @@ void *loraplex_pool::worker_scratch(std::size_t num_bytes) {
 
 void loraplex_pool::start(int num_workers) {
     stopping_ = false;
+    left_core_ = -1;
     threads_.reserve(static_cast<std::size_t>(num_workers));
     try {
         for (int worker = 1; worker <= num_workers; ++worker) {
@@ -111,6 +117,7 @@ void loraplex_pool::run(std::int64_t num_tiles, TileFunction function, const voi
     const std::uint64_t job = (claims_.load() >> 32) + 1;
     claims_.store(job << 32 | static_cast<std::uint64_t>(num_tiles));
     if (num_sleeping_.load() > 0) {
+        leave_callers_core();
         const std::lock_guard lock(mutex_);
         work_came_.notify_all();
     }
@@ -122,6 +129,22 @@ void loraplex_pool::run(std::int64_t num_tiles, TileFunction function, const voi
         work_done_.wait(lock, all_done);
         caller_sleeps_ = false;
     }
+}
+
+void loraplex_pool::leave_callers_core() {
+#if defined(__linux__)
+    const int core = sched_getcpu();
+    cpu_set_t cores;
+    if (core < 0 || core == left_core_ || sched_getaffinity(0, sizeof(cores), &cores) != 0 ||
+        CPU_COUNT(&cores) < num_threads()) {
+        return;
+    }
+    CPU_CLR(core, &cores);
+    for (auto &thread : threads_) {
+        pthread_setaffinity_np(thread.native_handle(), sizeof(cores), &cores);
+    }
+    left_core_ = core;
+#endif
 }
 
 // Computes tiles of the job at hand until none is left to claim.

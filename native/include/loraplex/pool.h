@@ -4,6 +4,10 @@
 // Workers claim tiles from an atomic counter, so a thread that the operating system holds back
 // delays one tile only. Who computes a tile, and when, changes no bit: a tile's function may depend
 // on the tile's number, never on the worker's.
+//
+// Workers never run on the core of the caller that woke them, if the process may use a core for
+// each thread. Linux looks for an idle core only where it takes that to be cheap, so that a worker
+// that slept on the caller's core would stay there, and the two take turns for a whole step.
 #pragma once
 
 #include <atomic>
@@ -104,6 +108,7 @@ private:
     bool wait_for_tiles();
     void finish_tiles(int worker);
     bool has_tiles() const;
+    void leave_callers_core();
     void start(int num_workers);
     void stop();
 
@@ -123,6 +128,7 @@ private:
 
     std::uint64_t cpu_features_ = loraplex_cpu_features();
     std::vector<std::thread> threads_;
+    int left_core_ = -1;  // where no worker may run; -1: none
     std::mutex op_mutex_;
     std::atomic<std::int64_t> lora_ns_{0};
     loraplex::Scratch shared_scratch_;

@@ -1,6 +1,8 @@
 """The right library is chosen, a wrong one is refused in words, and its threads share the work."""
 
+import ctypes
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from loraplex.kernels.native.library import (
     load_library,
 )
 from loraplex.kernels.reference import ReferenceKernels
+from support.eventually import eventually
 from support.naming import naming
 
 CPU = torch.device("cpu")
@@ -42,6 +45,16 @@ def fresh_dispatch(monkeypatch):
     dispatch._host_library.cache_clear()
     yield monkeypatch
     dispatch._host_library.cache_clear()
+
+
+@pytest.fixture
+def whole_affinity():
+    """The cores that this thread may use, as they are when the test ends, too."""
+    if not sys.platform.startswith("linux"):
+        pytest.skip("only Linux has masks of cores")
+    cores = os.sched_getaffinity(0)
+    yield cores
+    os.sched_setaffinity(0, cores)
 
 
 @needs_library
@@ -159,6 +172,48 @@ def test_a_pool_ends_with_its_object() -> None:
     assert len(threads) == 3
     del pool
     assert not threads & tasks()
+
+
+@needs_library
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2,
+    reason="needs two cores of Linux",
+)
+def test_a_worker_that_wakes_keeps_off_the_core_of_its_caller(whole_affinity) -> None:
+    before = set(os.listdir("/proc/self/task"))
+    kernels = NativeKernels(load_library(), num_threads=2)
+    (worker,) = set(os.listdir("/proc/self/task")) - before
+    rows, norm = torch.ones(64, 4096), torch.ones(4096)
+    core_of_this_thread = ctypes.CDLL(None).sched_getcpu
+
+    def wakes_it_from(core: int) -> bool:
+        os.sched_setaffinity(0, {core})
+        os.sched_setaffinity(0, whole_affinity)
+        assert eventually(lambda: _is_asleep(worker))
+        first = core_of_this_thread()
+        kernels.rms_norm(rows, norm, 1e-6)
+        if core_of_this_thread() != first:
+            return False  # moved meanwhile: either core is right
+        assert os.sched_getaffinity(int(worker)) == whole_affinity - {first}
+        return core == first
+
+    for core in sorted(whole_affinity)[:2]:
+        assert eventually(lambda core=core: wakes_it_from(core))
+
+
+def _is_asleep(thread: str) -> bool:
+    return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+@needs_library
+def test_more_threads_than_cores_may_run_on_each_of_them(whole_affinity) -> None:
+    before = set(os.listdir("/proc/self/task"))
+    kernels = NativeKernels(load_library(), num_threads=len(whole_affinity) + 1)
+    workers = set(os.listdir("/proc/self/task")) - before
+    for worker in workers:
+        assert eventually(lambda worker=worker: _is_asleep(worker))
+    kernels.rms_norm(torch.ones(64, 4096), torch.ones(4096), 1e-6)
+    assert all(os.sched_getaffinity(int(worker)) == whole_affinity for worker in workers)
 
 
 @needs_library
