@@ -68,9 +68,10 @@ public:
                static_cast<std::size_t>(flags) * sizeof(bool);
     }
 
-    Router(const loraplex_routing_rules &rules, const float *selection_bias, void *memory)
-        : rules_(rules), selection_bias_(selection_bias), scores_(static_cast<double *>(memory)),
-          ranked_(scores_ + rules.num_experts), groups_(ranked_ + rules.num_experts),
+    Router(const loraplex_routing_rules &rules, const float *selection_bias,
+           const float *expert_factors, void *memory)
+        : rules_(rules), selection_bias_(selection_bias), expert_factors_(expert_factors),
+          scores_(static_cast<double *>(memory)), ranked_(scores_ + rules.num_experts), groups_(ranked_ + rules.num_experts),
           chosen_(groups_ + rules.num_groups),
           is_left_(reinterpret_cast<bool *>(chosen_ + rules.num_chosen)),
           is_group_left_(is_left_ + rules.num_experts) {}
@@ -91,7 +92,8 @@ public:
             divisor = sum_of(chosen_, rules_.num_chosen) + rules_.sum_floor;
         }
         for (std::int64_t i = 0; i < rules_.num_chosen; ++i) {
-            weights[i] = static_cast<float>(chosen_[i] / divisor * rules_.factor);
+            const double own = expert_factors_ == nullptr ? 1.0 : expert_factors_[experts[i]];
+            weights[i] = static_cast<float>(chosen_[i] / divisor * rules_.factor * own);
         }
     }
 
@@ -172,6 +174,7 @@ private:
 
     const loraplex_routing_rules &rules_;
     const float *selection_bias_;
+    const float *expert_factors_;
     double *scores_;  // those that become weights
     double *ranked_;  // those that are compared
     double *groups_;
@@ -217,7 +220,8 @@ void check(const loraplex_routing_rules &rules, std::int64_t num_tokens) {
 loraplex_status loraplex_route(loraplex_pool *pool, const loraplex_routing_rules *rules,
                                int64_t num_tokens, loraplex_dtype dtype, const void *logits,
                                int64_t logits_stride, const float *selection_bias,
-                               int32_t *experts, float *weights, int32_t *pairs, int32_t *starts) {
+                               const float *expert_factors, int32_t *experts, float *weights,
+                               int32_t *pairs, int32_t *starts) {
     using namespace loraplex;
     return guarded([&] {
         check(*rules, num_tokens);
@@ -229,7 +233,7 @@ loraplex_status loraplex_route(loraplex_pool *pool, const loraplex_routing_rules
                 const auto place = static_cast<std::size_t>(worker) *
                                    loraplex_pool::worker_scratch_stride(bytes);
                 const std::int64_t first = token * rules->num_chosen;
-                Router(*rules, selection_bias, memory + place)
+                Router(*rules, selection_bias, expert_factors, memory + place)
                     .choose(static_cast<const T *>(logits) + token * logits_stride,
                             experts + first, weights + first);
             };

@@ -25,11 +25,11 @@ struct Routes {
 
 template <typename T>
 Routes route(Checks &checks, int num_threads, const loraplex_routing_rules &rules,
-             const std::vector<T> &logits, const float *bias) {
+             const std::vector<T> &logits, const float *bias, const float *factors) {
     const auto num_tokens = static_cast<std::int64_t>(logits.size()) / rules.num_experts;
     Routes routes(num_tokens, rules);
     checks.ok(loraplex_route(Pool(num_threads), &rules, num_tokens, kDtype<T>, logits.data(),
-                             rules.num_experts, bias, routes.experts.data(),
+                             rules.num_experts, bias, factors, routes.experts.data(),
                              routes.weights.data(), routes.pairs.data(), routes.starts.data()));
     return routes;
 }
@@ -67,7 +67,8 @@ std::vector<double> weights_of(const loraplex_routing_rules &rules, const float 
 }
 
 void check_token(Checks &checks, const loraplex_routing_rules &rules, const float *logits,
-                 const float *bias, const std::int32_t *experts, const float *weights) {
+                 const float *bias, const float *factors, const std::int32_t *experts,
+                 const float *weights) {
     const auto score = [&](std::int64_t e) {
         return bias == nullptr ? double{logits[e]} : 1.0 / (1.0 + std::exp(-logits[e])) + bias[e];
     };
@@ -85,8 +86,9 @@ void check_token(Checks &checks, const loraplex_routing_rules &rules, const floa
     }
     for (std::size_t i = 0; i < expected.size(); ++i) {
         const double divisor = rules.normalizes != 0 ? sum + rules.sum_floor : 1.0;
-        const double weight = expected[i] / divisor * rules.factor;
-        checks.near(weights[i], weight, 2e-7 * weight, "weight");
+        const double own = factors == nullptr ? 1.0 : factors[experts[i]];
+        const double weight = expected[i] / divisor * rules.factor * own;
+        checks.near(weights[i], weight, 2e-7 * std::abs(weight), "weight");
     }
 }
 
@@ -111,15 +113,16 @@ void check_route(Checks &checks, Random &random, const loraplex_routing_rules &r
     const auto logits = random_values<float>(random, kTokens * rules.num_experts, 4.0);
     const auto values = random_values<float>(random, rules.num_experts);
     const float *bias = rules.mode == LORAPLEX_ROUTING_SIGMOID ? values.data() : nullptr;
-    const Routes routes = route(checks, 2, rules, logits, bias);
+    const float *factors = rules.mode == LORAPLEX_ROUTING_SOFTMAX ? values.data() : nullptr;
+    const Routes routes = route(checks, 2, rules, logits, bias, factors);
     check_order(checks, routes);
     for (std::int64_t t = 0; t < kTokens; ++t) {
         const float *own = logits.data() + t * rules.num_experts;
         const std::int32_t *experts = routes.experts.data() + t * rules.num_chosen;
         const float *weights = routes.weights.data() + t * rules.num_chosen;
-        check_token(checks, rules, own, bias, experts, weights);
+        check_token(checks, rules, own, bias, factors, experts, weights);
         const Routes alone = route(
-            checks, 1, rules, std::vector<float>(own, own + rules.num_experts), bias);
+            checks, 1, rules, std::vector<float>(own, own + rules.num_experts), bias, factors);
         checks.same_bits(alone.experts.data(), experts, rules.num_chosen, "alone");
         checks.same_bits(alone.weights.data(), weights, rules.num_chosen, "alone");
     }
@@ -128,7 +131,7 @@ void check_route(Checks &checks, Random &random, const loraplex_routing_rules &r
 void check_nan(Checks &checks, const loraplex_routing_rules &rules) {
     std::vector<float> logits(static_cast<std::size_t>(rules.num_experts),
                               std::numeric_limits<float>::quiet_NaN());
-    const Routes routes = route(checks, 1, rules, logits, nullptr);
+    const Routes routes = route(checks, 1, rules, logits, nullptr, nullptr);
     std::vector<std::int32_t> experts = routes.experts;
     std::sort(experts.begin(), experts.end());
     checks.expect(std::adjacent_find(experts.begin(), experts.end()) == experts.end() &&
@@ -167,7 +170,7 @@ void check_grouped(Checks &checks, Random &random, std::int64_t num_experts,
     const auto packed = pack_experts<W>(checks, random, num_experts, out_features, in_features);
     const auto bias = random_values<float>(random, num_experts * out_features);
     const auto logits = random_values<float>(random, kTokens * num_experts);
-    const Routes routes = route(checks, 1, rules, logits, nullptr);
+    const Routes routes = route(checks, 1, rules, logits, nullptr, nullptr);
     const auto num_pairs = static_cast<std::int64_t>(routes.pairs.size());
     const auto x = random_values<T>(random, num_pairs * in_features);
     const auto bytes_of_one = packed.size() / static_cast<std::size_t>(num_experts);

@@ -28,6 +28,7 @@ from support.families.experts import (
     phimoe,
     qwen2_moe,
 )
+from support.families.gemma4 import gemma4_experts, with_routers
 from support.random_schedules import Schedules
 from support.reference_completions import (
     RecordingSampler,
@@ -75,6 +76,17 @@ CASES = {
     "gpt-oss": FamilyCase(
         embedding_factor=4.0,
         config=lambda: gpt_oss(num_local_experts=6, num_hidden_layers=3, intermediate_size=32),
+    ),
+    "gemma4": FamilyCase(
+        prepare=with_routers,
+        config=lambda: gemma4_experts(
+            num_experts=5,
+            num_hidden_layers=3,
+            layer_types=None,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            global_head_dim=32,
+        ),
     ),
 }
 QUICK = ("mixtral", "qwen2-moe")

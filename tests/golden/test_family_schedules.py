@@ -43,6 +43,7 @@ TRAITS = {
     "latent attention": ("deepseek-v2", "mistral4"),
     "attention in chunks": ("llama4",),
     "experts": ("mixtral-window", "qwen2-moe-windows", "qwen3-moe", "ernie-moe"),
+    "experts in addition to a dense part": ("gemma4-experts", "gemma4-experts-and-inputs"),
 }
 
 

@@ -16,6 +16,7 @@ from loraplex.kernels.ops import Kernels
 from loraplex.models.registry import read_config
 from support.families.case import FamilyCase
 from support.families.experts import mixtral, qwen2_moe
+from support.families.gemma4 import gemma4_experts
 from support.reference_completions import completion, recorded_driver, relative_error
 from support.rounded_weights import rounded, rounded_inputs
 from support.step_driver import Prompt
@@ -30,8 +31,13 @@ CASES = {
             intermediate_size=64, moe_intermediate_size=32, shared_expert_intermediate_size=64
         )
     ),
+    "gemma4": FamilyCase(
+        config=lambda: gemma4_experts(
+            intermediate_size=64, moe_intermediate_size=32, global_head_dim=32
+        )
+    ),
 }
-NEVER_QUANTIZED = ("norm", "embed_tokens", "mlp.gate.", "shared_expert_gate", "bias")
+NEVER_QUANTIZED = ("norm", "embed_tokens", "mlp.gate.", "router.", "shared_expert_gate", "bias")
 TOLERANCE = 3e-2
 """Relative to the largest logit. Inputs are rounded to 8 bits: a sum that differs in its last bit
 may become the next number."""

@@ -53,6 +53,7 @@ SLOW = (
         "gemma3",
         "gemma4",
         "gemma4-keys-are-values",
+        "gemma4-experts",
         "phi3",
         "glm4",
         "granite",

@@ -47,10 +47,11 @@ def gaussian(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
 def test_routes(name, num_tokens, dtype):
     """Nearly equal scores may change places in float32."""
     case = ROUTERS[name]
-    logits, bias = case.logits(num_tokens).to(dtype), case.selection_bias()
-    on_device = None if bias is None else bias.to(CUDA)
-    found = on_host(experts.route(logits.to(CUDA), case.rules, on_device))
-    expected = route(logits, case.rules, bias)
+    logits = case.logits(num_tokens).to(dtype)
+    own = case.selection_bias(), case.expert_factors()
+    on_device = [None if each is None else each.to(CUDA) for each in own]
+    found = on_host(experts.route(logits.to(CUDA), case.rules, *on_device))
+    expected = route(logits, case.rules, *own)
     assert_whole(found, case.rules)
     same = (found.experts == expected.experts).all(1)
     assert same.float().mean() > 0.999

@@ -65,10 +65,13 @@ def _weight_of(layer: Any, target: LoraTarget) -> torch.Tensor:
     part = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
     if name in {"q_proj", "k_proj", "v_proj", "o_proj"}:
         part = layer.self_attn
+    elif hasattr(layer, "experts") and name == "router":  # Gemma 4
+        part, name = layer.router, "proj"
     elif name == "router":
         name = "router" if hasattr(part, "router") else "gate"
     elif name.startswith("experts."):
-        return _weight_of_expert(part.experts, name.removeprefix("experts."), target.expert)
+        experts = getattr(layer, "experts", None) or part.experts
+        return _weight_of_expert(experts, name.removeprefix("experts."), target.expert)
     elif hasattr(layer, "shared_mlp"):
         part, name = layer.shared_mlp, _SHARED_OF_GRANITE[name]
     return part.get_submodule(name).weight  # type: ignore[no-any-return]

@@ -36,16 +36,17 @@ typedef struct loraplex_routing_rules {
     int32_t normalizes; /* whether a token's weights are divided by their sum */
 } loraplex_routing_rules;
 
-/* logits [num_tokens, num_experts], selection_bias [num_experts] or null -> experts and weights
- * [num_tokens, num_chosen], the best first; pairs [num_tokens * num_chosen], starts
- * [num_experts + 1]. In double precision. Of equal scores the lower expert is chosen, a NaN before
+/* logits [num_tokens, num_experts], selection_bias [num_experts] or null, expert_factors
+ * [num_experts], of the weights, or null -> experts and weights [num_tokens, num_chosen], the best
+ * first; pairs [num_tokens * num_chosen], starts [num_experts + 1]. In double precision. Of equal scores the lower expert is chosen, a NaN before
  * all others. With several groups, experts come from the num_chosen_groups with the best expert, in
  * SIGMOID with the best sum of two. The experts of a token are always different and in range. */
 LORAPLEX_API loraplex_status loraplex_route(loraplex_pool *pool,
                                             const loraplex_routing_rules *rules,
                                             int64_t num_tokens, loraplex_dtype dtype,
                                             const void *logits, int64_t logits_stride,
-                                            const float *selection_bias, int32_t *experts,
+                                            const float *selection_bias,
+                                            const float *expert_factors, int32_t *experts,
                                             float *weights, int32_t *pairs, int32_t *starts);
 
 /* loraplex_linear of each pair's expert, whose ranks have the same pairs. packed: the packed weights of the experts one after

@@ -385,10 +385,12 @@ class Kernels(Protocol):
         logits: torch.Tensor,
         rules: RoutingRules,
         selection_bias: torch.Tensor | None = None,
+        expert_factors: torch.Tensor | None = None,
     ) -> Routes:
         """Choose experts by logits [T, E], in float32; see kernels.routing.
 
-        selection_bias [E] float32. A token with a NaN has any experts, and weights that are NaN.
+        selection_bias, expert_factors [E] float32. A token with a NaN has any experts, and weights
+        that are NaN.
         """
         ...
 

@@ -31,9 +31,15 @@ class Routes:
 
 
 def route(
-    logits: torch.Tensor, rules: RoutingRules, selection_bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rules: RoutingRules,
+    selection_bias: torch.Tensor | None = None,
+    expert_factors: torch.Tensor | None = None,
 ) -> Routes:
-    """Choose experts by logits [T, E]. selection_bias [E] float32, of SIGMOID or SOFTMAX."""
+    """Choose experts by logits [T, E]. selection_bias [E] float32, of SIGMOID or SOFTMAX.
+
+    expert_factors [E] float32: of the weights.
+    """
     # float64: on a CPU the bits of a float32 exp differ with its place in a chunk.
     wide = logits.double()
     if rules.mode is RoutingMode.SPARSE_MIXER:
@@ -47,7 +53,10 @@ def route(
         weights = weights.softmax(1)
     if rules.normalizes:
         weights = weights / (weights.sum(1, keepdim=True) + rules.sum_floor)
-    return sort_routes(experts.int(), (weights * rules.factor).float(), rules.num_experts)
+    weights = weights * rules.factor
+    if expert_factors is not None:
+        weights = weights * expert_factors.double()[experts]
+    return sort_routes(experts.int(), weights.float(), rules.num_experts)
 
 
 def sort_routes(experts: torch.Tensor, weights: torch.Tensor, num_experts: int) -> Routes:

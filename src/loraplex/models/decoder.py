@@ -58,7 +58,7 @@ class DecoderLayer:
         mixers = (mixer(spec.mixer), mixer(spec.cross))
         inner = own_input = None
         if spec.feed_forward is not None:
-            inner = feed_forward(spec.feed_forward, place, parameters, kernels)
+            inner = feed_forward(spec.feed_forward, place, parameters, kernels, norm)
         if spec.layer_input is not None:
             own_input = LayerInput(spec.layer_input, place, parameters, kernels)
         parts: tuple[tuple[NormPlace | None, Part | None, NormPlace], ...] = (

@@ -60,7 +60,7 @@ def read_routing(
     fields: ConfigFields,
     mode: RoutingMode,
     *,
-    default_num_experts: int,
+    default_num_experts: int | None = None,
     normalizes: bool = False,
 ) -> RoutingRules:
     """Read how many experts there are, and how many of them a token has. Raises ConfigError."""
@@ -74,8 +74,8 @@ def read_routing(
     num_chosen = fields.integer(_NUM_CHOSEN)
     if num_chosen > numbers[0]:
         raise ConfigError(
-            f"{fields.source}: {_NUM_CHOSEN} must be at most {names[0]} ({numbers[0]}), "
-            f"got {num_chosen}"
+            f"{fields.source}: {fields.own_name(_NUM_CHOSEN)} must be at most {names[0]} "
+            f"({numbers[0]}), got {num_chosen}"
         )
     return RoutingRules(
         num_experts=numbers[0], num_chosen=num_chosen, mode=mode, normalizes=normalizes

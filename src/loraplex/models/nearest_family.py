@@ -219,13 +219,17 @@ def _tensors_of_layer(layer: LayerSpec) -> Iterator[str]:
     for group in layer.linears.values():
         kinds = ("weight", "bias") if group.has_bias else ("weight",)
         yield from (f"{path}.{kind}" for path in group.paths for kind in kinds)
-    if layer.feed_forward is not None and layer.feed_forward.selection_bias:
-        yield layer.feed_forward.selection_bias
+    feed_forward, others = layer.feed_forward, [layer.output_factor]
+    if feed_forward is not None:
+        others += [feed_forward.selection_bias, feed_forward.expert_factors]
+        if feed_forward.xielu:
+            others += [f"{feed_forward.xielu}.alpha_p", f"{feed_forward.xielu}.alpha_n"]
+    yield from filter(None, others)
 
 
 def _of_norm(norm: NormSpec | None) -> Iterator[str]:
     if norm is not None:
-        yield f"{norm.path}.weight"
+        yield f"{norm.path}.{norm.weight_name}"
         if norm.has_bias:
             yield f"{norm.path}.bias"
 

@@ -20,6 +20,8 @@ from loraplex.models.specs.part import NormKind, NormSpec, TensorSpec
 
 SELECTION_BIAS: Final = "selection_bias"
 """FeedForwardSpec.selection_bias [num_experts]"""
+EXPERT_FACTORS: Final = "expert_factors"
+"""FeedForwardSpec.expert_factors [num_experts]"""
 XIELU: Final = "xielu"
 """alpha_p, then alpha_n [2] of FeedForwardSpec.xielu"""
 OUTPUT_FACTOR: Final = "output_factor"
@@ -41,8 +43,8 @@ class LayerParameters:
     linears: Mapping[str, PackedLinear]
     """Keys are those of LayerSpec.linears."""
     tensors: Mapping[str, torch.Tensor]
-    """Others, in float32. Keys are the names of MixerSpec.tensors, SELECTION_BIAS, XIELU and
-    OUTPUT_FACTOR."""
+    """Others, in float32. Keys are the names of MixerSpec.tensors, SELECTION_BIAS, EXPERT_FACTORS,
+    XIELU and OUTPUT_FACTOR."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -330,6 +332,9 @@ def _build_layer(spec: ModelSpec, layer: LayerSpec, source: ParameterSource) -> 
         shape = (*rows, feed_forward.routing.num_experts)
         bias = TensorSpec(feed_forward.selection_bias, shape)
         tensors[SELECTION_BIAS] = _build_tensor(bias, source).flatten()
+    if feed_forward is not None and feed_forward.routing and feed_forward.expert_factors:
+        factors = TensorSpec(feed_forward.expert_factors, (feed_forward.routing.num_experts,))
+        tensors[EXPERT_FACTORS] = _build_tensor(factors, source)
     if feed_forward is not None and feed_forward.xielu:
         names = (f"{feed_forward.xielu}.{name}" for name in ("alpha_p", "alpha_n"))
         tensors[XIELU] = torch.cat([_build_tensor(TensorSpec(n, (1,)), source) for n in names])
@@ -372,11 +377,13 @@ def _build_norm(norm: NormSpec | None, source: ParameterSource) -> NormParameter
         whole = source.tensor(f"{norm.path}.{name}", shape)
         return whole if own is None else whole[own.span.first : own.span.end]
 
-    weight = tensor("weight")
+    weight = tensor(norm.weight_name)
     if norm.is_rounded_once:
         weight = weight.float()
     if norm.weight_offset:
         weight = weight + norm.weight_offset
+    if norm.weight_factor != 1:
+        weight = weight * norm.weight_factor
     if norm.kind is NormKind.RMS:
         return NormParameters(weight)
     bias = tensor("bias") if norm.has_bias else torch.zeros_like(weight)

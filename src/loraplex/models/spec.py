@@ -33,7 +33,12 @@ SHARED_UP_MODULES: Final = ("shared_expert.gate_proj", "shared_expert.up_proj")
 
 
 class NormPlace(enum.StrEnum):
-    """Place of a norm in a decoder layer. A norm after a part reads what the residual will get."""
+    """Place of a norm in a decoder layer. A norm after a part reads what the residual will get.
+
+    BEFORE_ROUTER and the four of EXPERTS and SHARED are of a feed-forward part with experts that
+    reads the residual itself, which the router, the experts and the shared expert norm each in its
+    own way. Where one of them is, all are, and there is no BEFORE_FEED_FORWARD.
+    """
 
     BEFORE_MIXER = enum.auto()
     AFTER_MIXER = enum.auto()
@@ -42,6 +47,11 @@ class NormPlace(enum.StrEnum):
     BEFORE_FEED_FORWARD = enum.auto()
     AFTER_FEED_FORWARD = enum.auto()
     AFTER_LAYER_INPUT = enum.auto()
+    BEFORE_ROUTER = enum.auto()
+    BEFORE_EXPERTS = enum.auto()
+    AFTER_EXPERTS = enum.auto()
+    BEFORE_SHARED = enum.auto()
+    AFTER_SHARED = enum.auto()
 
 
 Kind = TypeVar("Kind", bound=MixerSpec)
@@ -65,6 +75,8 @@ class FeedForwardSpec:
     """Full name of a tensor [num_experts] that choices depend on and weights do not; or none."""
     is_selection_bias_row: bool = False
     """Whether it is [1, num_experts] in the checkpoint."""
+    expert_factors: str = ""
+    """Full name of a tensor [num_experts] that multiplies the weights of choices; or none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

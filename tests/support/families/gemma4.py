@@ -1,5 +1,6 @@
 """Cases of Gemma 4: layers that share keys and values, heads of two sizes, inputs of each layer."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,12 +48,23 @@ def gemma4_large(**changes: Any) -> Gemma4TextConfig:
     return gemma4(**(own | changes))
 
 
+def gemma4_experts(**changes: Any) -> Gemma4TextConfig:
+    """Return a model like 26B-A4B: experts in addition to the dense part of each layer."""
+    own = {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    }
+    return gemma4_large(**(own | changes))
+
+
 def gemma4_unified(**changes: Any) -> Gemma4UnifiedTextConfig:
     own = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
     return Gemma4UnifiedTextConfig(**(sizes(**FIELDS) | own | changes))
 
 
-def gemma4_wrapper() -> Gemma4Config:
+def gemma4_wrapper(text: Callable[[], Gemma4TextConfig] = gemma4) -> Gemma4Config:
     vision = {
         "num_hidden_layers": 1,
         "hidden_size": 16,
@@ -64,7 +76,7 @@ def gemma4_wrapper() -> Gemma4Config:
         "position_embedding_size": 16,
     }
     return Gemma4Config(
-        text_config=gemma4().to_dict(),
+        text_config=text().to_dict(),
         vision_config=vision,
         audio_config=None,
         # The class embeds such a token as padding. Random prompts have none of them.
@@ -82,11 +94,27 @@ def with_factors(model: Any) -> None:
             buffer.copy_(0.5 + torch.rand(1, generator=generator))
 
 
+def with_routers(model: Any) -> None:
+    """Let choices differ and all experts count: what random ones read and give is small."""
+    with_factors(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.scale"):
+            parameter.mul_(4)
+        if name.endswith("per_expert_scale"):
+            parameter.mul_(3).add_(parameter.sign())
+
+
 OWN_INPUT = (*LLAMA_LINEARS, "per_layer_input_gate", "per_layer_projection")
 TEXT: dict[str, Any] = {
     "linears": OWN_INPUT,
     "outer_linears": ("per_layer_model_projection",),
     "prepare": with_factors,
+}
+
+EXPERTS: dict[str, Any] = {
+    "linears": (*LLAMA_LINEARS, "proj"),  # the router's
+    "parameters": ("experts.gate_up_proj", "experts.down_proj"),
+    "prepare": with_routers,
 }
 
 CASES: dict[str, FamilyCase] = {
@@ -106,6 +134,23 @@ CASES: dict[str, FamilyCase] = {
     "gemma4-keys-are-values": FamilyCase(config=gemma4_large, prepare=with_factors, is_quick=True),
     "gemma4-own-head": FamilyCase(
         config=lambda: gemma4_large(tie_word_embeddings=False), prepare=with_factors
+    ),
+    "gemma4-experts": FamilyCase(config=gemma4_experts, is_quick=True, **EXPERTS),
+    "gemma4-experts-and-inputs": FamilyCase(
+        config=lambda: gemma4_experts(
+            hidden_size_per_layer_input=12,
+            num_kv_shared_layers=3,
+            use_double_wide_mlp=True,
+            num_experts=9,
+            top_k_experts=3,
+        ),
+        **(EXPERTS | {"linears": (*OWN_INPUT, "proj"), "outer_linears": TEXT["outer_linears"]}),
+    ),
+    "gemma4-experts-wrapper": FamilyCase(
+        config=lambda: gemma4_wrapper(gemma4_experts),
+        model_class=AutoModelForImageTextToText,
+        scope=r".*language_model\..*",
+        **EXPERTS,
     ),
     "gemma4-unified": FamilyCase(config=gemma4_unified, prepare=with_factors),
     "gemma4-unified-shared": FamilyCase(

@@ -286,6 +286,37 @@ MODELS: dict[str, Published] = {
         score_scale=1.0,
         ignored=("model.vision_embedder.patch_dense.weight",),
     ),
+    "gemma-4-26b-a4b-it": Published(
+        config=_gemma_4(
+            "2816 2112 30 16 8 262144",
+            ["sliding_attention"] * 5 + ["full_attention"],
+            attention_k_eq_v=True,
+            enable_moe_block=True,
+            hidden_size_per_layer_input=0,
+            max_position_embeddings=262_144,
+            moe_intermediate_size=704,
+            num_experts=128,
+            num_global_key_value_heads=2,
+            num_kv_shared_layers=0,
+            sliding_window=1024,
+            top_k_experts=8,
+            use_double_wide_mlp=False,
+            vocab_size_per_layer_input=262_144,
+        ),
+        num_parameters=25_233_141_790,
+        num_tensors=30 * (14 + 3 + 3 + 128 * 3) - 5 + 2,
+        root="model.language_model.",
+        parts=(
+            f"{LINEARS} {_SANDWICH} {HEAD_NORMS} router.proj post_feedforward_layernorm_{{1,2}} "
+            "pre_feedforward_layernorm_2 "
+            f"experts.{{{','.join(map(str, range(128)))}}}.{{gate,up,down}}_proj"
+        ),
+        others="layer_scalar router.scale router.per_expert_scale",
+        windows={0: 1024, 5: None, 29: None},
+        thetas={0: 1e4, 5: 1e6},
+        score_scale=1.0,
+        ignored=("model.vision_tower.std_scale", "model.embed_vision.embedding_projection.weight"),
+    ),
     "gemma-4-31b-it": Published(
         config=_gemma_4(
             "5376 21504 60 32 16 262144",

@@ -141,3 +141,4 @@ def _other_rules() -> None:
         if rules.mode is RoutingMode.SIGMOID:
             bias = empty(rules.num_experts, dtype=torch.float32)
         experts.route(logits, rules, bias)
+        experts.route(logits, rules, bias, empty(rules.num_experts, dtype=torch.float32))

@@ -9,7 +9,7 @@ import torch
 from loraplex.kernels.routing import Routes, route
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 
-Route = Callable[[torch.Tensor, RoutingRules, torch.Tensor | None], Routes]
+Route = Callable[[torch.Tensor, RoutingRules, torch.Tensor | None, torch.Tensor | None], Routes]
 WEIGHT_TOLERANCE: Final = 1e-6
 _NUM_TOKENS: Final = (1, 5, 64, 257)
 
@@ -18,6 +18,7 @@ _NUM_TOKENS: Final = (1, 5, 64, 257)
 class RouterCase:
     rules: RoutingRules
     has_selection_bias: bool = False
+    has_expert_factors: bool = False
 
     def logits(self, num_tokens: int, seed: int = 0) -> torch.Tensor:
         """Return random logits [T, E]; near zero, as fresh routers have them, and far from it."""
@@ -38,6 +39,12 @@ class RouterCase:
         generator = torch.Generator().manual_seed(7)
         return 0.3 * torch.randn(self.rules.num_experts, generator=generator)
 
+    def expert_factors(self) -> torch.Tensor | None:
+        if not self.has_expert_factors:
+            return None
+        generator = torch.Generator().manual_seed(8)
+        return torch.randn(self.rules.num_experts, generator=generator)
+
 
 def _case(
     num_experts: int,
@@ -49,6 +56,7 @@ def _case(
     groups: tuple[int, int] = (1, 1),
     jitter: float = 0.0,
     has_selection_bias: bool = False,
+    has_expert_factors: bool = False,
 ) -> RouterCase:
     """groups: their number, and of how many a token chooses."""
     rules = RoutingRules(
@@ -61,7 +69,8 @@ def _case(
         num_chosen_groups=groups[1],
         jitter=jitter,
     )
-    return RouterCase(rules, has_selection_bias or mode is RoutingMode.SIGMOID)
+    has_bias = has_selection_bias or mode is RoutingMode.SIGMOID
+    return RouterCase(rules, has_bias, has_expert_factors)
 
 
 ROUTERS: Final[Mapping[str, RouterCase]] = {
@@ -75,6 +84,7 @@ ROUTERS: Final[Mapping[str, RouterCase]] = {
     "ernie-moe": _case(64, 6, RoutingMode.SOFTMAX, normalizes=True, has_selection_bias=True),
     "deepseek-v3": _case(256, 8, RoutingMode.SIGMOID, normalizes=True, factor=2.5, groups=(8, 4)),
     "deepseek-v3-no-norm": _case(32, 4, RoutingMode.SIGMOID, factor=1.5, groups=(4, 2)),
+    "gemma4": _case(128, 8, RoutingMode.SOFTMAX, normalizes=True, has_expert_factors=True),
     "glm4-moe": _case(128, 8, RoutingMode.SIGMOID, normalizes=True),
     "phimoe": _case(16, 2, RoutingMode.SPARSE_MIXER, jitter=0.01),
     "phimoe-wide": _case(16, 2, RoutingMode.SPARSE_MIXER, jitter=0.3),
@@ -88,17 +98,17 @@ def assert_routes_like_reference(
     of_backend: Route, case: RouterCase, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> None:
     """Compare random logits, ties and NaN; dtype: of the logits."""
-    bias = case.selection_bias()
-    on_device = None if bias is None else bias.to(device)
+    own = case.selection_bias(), case.expert_factors()
+    on_device = [None if each is None else each.to(device) for each in own]
     for num_tokens in _NUM_TOKENS:
         for make in (case.logits, case.tied_logits):
             logits = make(num_tokens).to(dtype)
-            found = of_backend(logits.to(device), case.rules, on_device)
-            assert_same_routes(found, route(logits, case.rules, bias))
+            found = of_backend(logits.to(device), case.rules, *on_device)
+            assert_same_routes(found, route(logits, case.rules, *own))
     logits = case.logits(9).to(dtype)
-    whole = route(logits, case.rules, bias)
+    whole = route(logits, case.rules, *own)
     logits[4, 1] = torch.nan
-    found = on_host(of_backend(logits.to(device), case.rules, on_device))
+    found = on_host(of_backend(logits.to(device), case.rules, *on_device))
     assert_whole(found, case.rules)
     assert found.weights[4].isnan().any()
     for token in (0, 3, 5, 8):

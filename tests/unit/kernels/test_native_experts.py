@@ -217,10 +217,10 @@ def test_routes_are_those_of_the_reference(kernels, router, dtype):
 def test_a_token_is_routed_alike_alone_and_on_any_number_of_threads(instruction_set, router):
     one, two = (kernels_of(instruction_set, num_threads) for num_threads in (1, 2))
     case = ROUTERS[router]
-    logits, bias = case.logits(300), case.selection_bias()
-    together = two.route(logits, case.rules, bias)
+    logits, own = case.logits(300), (case.selection_bias(), case.expert_factors())
+    together = two.route(logits, case.rules, *own)
     for first, end in ((0, 300), (0, 1), (7, 9), (299, 300)):
-        alone = one.route(logits[first:end], case.rules, bias)
+        alone = one.route(logits[first:end], case.rules, *own)
         assert torch.equal(alone.experts, together.experts[first:end])
         assert torch.equal(alone.weights, together.weights[first:end])
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
@@ -101,6 +103,29 @@ def test_same_experts_and_weights_as_transformers(name: str) -> None:
     )
 
 
+def test_factors_of_experts_as_transformers_has_them() -> None:
+    """Compare with the router of Gemma 4, which norms what it reads."""
+    case = ROUTERS["gemma4"]
+    rules, factors = case.rules, case.expert_factors()
+    config = Gemma4TextConfig(
+        hidden_size=32, num_experts=rules.num_experts, top_k_experts=rules.num_chosen
+    )
+    router = Gemma4TextRouter(config)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        router.proj.weight.copy_(torch.randn(router.proj.weight.shape, generator=generator))
+        router.scale.copy_(torch.randn(32, generator=generator))
+        router.per_expert_scale.copy_(factors)
+        x = torch.randn(50, 32, generator=generator)
+        _, weights, experts = router(x)
+        logits = router.proj(router.norm(x) * router.scale * 32**-0.5)
+    routes = route(logits, rules, expert_factors=factors)
+    assert torch.equal(routes.experts, experts.int())
+    torch.testing.assert_close(
+        routes.weights, weights, rtol=WEIGHT_TOLERANCE, atol=WEIGHT_TOLERANCE
+    )
+
+
 def test_the_check_of_backends(case: RouterCase) -> None:
     """Let the reference pass what a backend has to."""
     assert_routes_like_reference(route, case, CPU)
@@ -118,10 +143,10 @@ def test_pairs_are_sorted_by_expert(case: RouterCase) -> None:
 
 
 def test_a_token_routes_alone_as_in_company(case: RouterCase) -> None:
-    logits, bias = case.logits(40), case.selection_bias()
-    together = route(logits, case.rules, bias)
+    logits, own = case.logits(40), (case.selection_bias(), case.expert_factors())
+    together = route(logits, case.rules, *own)
     for token in range(40):
-        alone = route(logits[token : token + 1], case.rules, bias)
+        alone = route(logits[token : token + 1], case.rules, *own)
         assert torch.equal(alone.experts[0], together.experts[token])
         assert torch.equal(alone.weights[0], together.weights[token])
 

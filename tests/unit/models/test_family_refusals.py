@@ -47,7 +47,7 @@ def read(folder: Path, name: str, text: dict[str, Any] | None = None, **changes:
             ("quantization_config", "quant_method", "fbgemm_fp8"),
         ),
         ("gemma-3-4b-it", {"text": {"num_experts": 8}}, ("text_config", "num_experts")),
-        ("gemma-4-31b-it", {"text": {"enable_moe_block": True}}, ("enable_moe_block true",)),
+        ("gemma-4-12b-it", {"text": {"enable_moe_block": True}}, ("enable_moe_block true",)),
         (
             "gemma-4-e2b-it",
             {"text": {"use_bidirectional_attention": "all"}},
@@ -110,6 +110,12 @@ def test_what_is_not_supported_is_refused_by_name(
         ("granite-3.1-8b", {"logits_scaling": 0}, ("logits_scaling", 0)),
         ("gemma-2-27b", {"final_logit_softcapping": -1}, ("final_logit_softcapping", -1)),
         ("gemma-2-27b", {"sliding_window": 0}, ("sliding_window", 0)),
+        ("gemma-4-31b-it", {"text": {"enable_moe_block": True}}, ("text_config", "num_experts")),
+        (
+            "gemma-4-26b-a4b-it",
+            {"text": {"top_k_experts": 129}},
+            ("text_config", "top_k_experts", 128, 129),
+        ),
         (
             "gemma-4-e2b-it",
             {"text": {"num_kv_shared_layers": 35}},

@@ -27,6 +27,7 @@ from loraplex.models.specs.convolution import CONV_IN, CONV_OUT
 from loraplex.models.specs.delta import DELTA_GATES, DELTA_IN, DELTA_OUT
 from loraplex.models.specs.latent import LATENT_DOWN, LATENT_HEADS, LATENT_OUT, LATENT_QUERY
 from loraplex.models.specs.ssm import SSM_INPUT, SSM_OUTPUT
+from support.families.case import LLAMA_LINEARS
 from support.families.published import MODELS
 from support.families.real_rest import CONFIGS
 
@@ -86,10 +87,11 @@ def test_every_linear_layer_has_its_kind(tmp_path: Path, name: str) -> None:
         for module in linears.modules
     }
     experts = {module for layer in read_config(tmp_path).layers for module in layer.num_experts}
-    assert found == {
-        (group, module): ModuleKind.EXPERTS if module in experts else KINDS[group]
-        for group, module in found
-    }
+    kinds = {(group, module): KINDS[group] for group, module in found}
+    kinds |= {place: ModuleKind.EXPERTS for place in found if place[1] in experts}
+    # A dense part in the place of a shared expert.
+    kinds |= {place: ModuleKind.MLP for place in found if place[1] in LLAMA_LINEARS[4:]}
+    assert found == kinds
 
 
 @pytest.mark.parametrize("module", ["c_attn", "attn.c_attn", "attn.c_proj", "out_proj", "wo"])

@@ -96,6 +96,7 @@ _BESIDE_EXPERTS = {
     "gate": "router",
     "router": "router",
     "router.layer": "router",
+    "router.proj": "router",
     "shared_expert_gate": "shared_expert_gate",
     "shared_mlp.input_linear": "shared_expert.gate_up_proj",
     "shared_mlp.output_linear": "shared_expert.down_proj",

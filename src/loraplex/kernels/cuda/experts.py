@@ -15,16 +15,19 @@ _COLUMNS_AT_ONCE = 1024
 
 
 def route(
-    logits: torch.Tensor, rules: RoutingRules, selection_bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    rules: RoutingRules,
+    selection_bias: torch.Tensor | None = None,
+    expert_factors: torch.Tensor | None = None,
 ) -> Routes:
-    """Same as kernels.routing.route, in float32. selection_bias [E]: float32, contiguous."""
+    """Same as kernels.routing.route, in float32. The tensors [E]: float32, contiguous."""
     assert logits.stride(1) == 1, "rows are contiguous"
     num_tokens, num_experts = logits.shape
     shape, device = (num_tokens, rules.num_chosen), logits.device
     experts = torch.empty(shape, dtype=torch.int32, device=device)
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     programs.choose_experts[(num_tokens,)](
-        *(experts, weights, logits, selection_bias, logits.stride(0)),
+        *(experts, weights, logits, selection_bias, expert_factors, logits.stride(0)),
         *(rules.factor, rules.jitter, rules.sum_floor),
         MODE=rules.mode.value,
         NORMALIZES=rules.normalizes,

@@ -50,7 +50,7 @@ class NativeExperts:
         self._rules: dict[RoutingRules, _Rules] = {}
         self._route = library.function(
             "loraplex_route",
-            *(Pointer, Pointer, Size, Int, Value, Size, Pointer),
+            *(Pointer, Pointer, Size, Int, Value, Size, Pointer, Pointer),
             *(Value, Value, Value, Value),
         )
         self._combine = library.function(
@@ -64,8 +64,9 @@ class NativeExperts:
         logits: torch.Tensor,
         rules: RoutingRules,
         selection_bias: torch.Tensor | None = None,
+        expert_factors: torch.Tensor | None = None,
     ) -> Routes:
-        """logits [T, E], selection_bias [E] float32; the choice is made in float64."""
+        """logits [T, E], the others [E] float32; the choice is made in float64."""
         num_tokens, num_experts = logits.shape
         assert num_experts == rules.num_experts
         assert logits.stride(1) == 1 or num_experts == 1
@@ -79,7 +80,10 @@ class NativeExperts:
         self._route(
             *(self._pool.address, ctypes.addressof(self._rules_of(rules)), num_tokens),
             *(DTYPES[logits.dtype], logits.data_ptr(), logits.stride(0)),
-            None if selection_bias is None else selection_bias.data_ptr(),
+            *(
+                None if each is None else each.data_ptr()
+                for each in (selection_bias, expert_factors)
+            ),
             *(routes.experts.data_ptr(), routes.weights.data_ptr()),
             *(routes.pairs.data_ptr(), routes.starts.data_ptr()),
         )

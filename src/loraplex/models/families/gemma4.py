@@ -3,6 +3,7 @@
 Layers with a window and those with full attention have heads of their own sizes and numbers, and
 rotary embeddings of their own. The last layers may have neither keys nor values: they read those
 of the last earlier layer of their type. Norms multiply by w alone, unlike those of Gemma 1 to 3.
+A layer may have experts in addition to its dense part.
 """
 
 import dataclasses
@@ -10,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from loraplex.core.errors import ConfigError, UnsupportedModelError
+from loraplex.kernels.routing_rules import RoutingMode
 from loraplex.models.config_fields import ConfigFields
-from loraplex.models.decoder_names import LLAMA_NAMES, DecoderNames
+from loraplex.models.decoder_names import LLAMA_NAMES, DecoderNames, ExpertNames
+from loraplex.models.expert_config import ExpertTraits, read_routing
 from loraplex.models.family_config import (
     Traits,
     build_layer,
@@ -24,9 +27,13 @@ from loraplex.models.family_config import (
 )
 from loraplex.models.linear_group import LinearGroup
 from loraplex.models.spec import (
+    DOWN,
     LAYER_INPUT_GATE,
     LAYER_INPUT_OUT,
     LAYER_INPUTS,
+    SHARED_DOWN,
+    SHARED_UP,
+    UP,
     LayerSpec,
     ModelSpec,
     NormPlace,
@@ -49,6 +56,11 @@ _NAMES: Final = dataclasses.replace(
         "embed_tokens_per_layer",
         "per_layer_model_projection",
         "per_layer_projection_norm",
+    ),
+    experts=ExpertNames(
+        router="router.proj",
+        up=("experts.{expert}.gate_proj", "experts.{expert}.up_proj"),
+        down="experts.{expert}.down_proj",
     ),
 )
 _DEFAULTS: Final[Mapping[str, Any]] = {
@@ -86,6 +98,7 @@ def read_config(fields: ConfigFields) -> ModelSpec:
 
 def read_config_unified(fields: ConfigFields) -> ModelSpec:
     """Read a Gemma 4 whose layers have no inputs of their own and no experts."""
+    require_switches(fields, {"enable_moe_block": False})
     fields = fields.renamed({}, {"sliding_window": 1024, "max_position_embeddings": 262_144})
     fields = fields.with_values({"hidden_size_per_layer_input": 0})
     return _read(fields, ARCHITECTURE_UNIFIED)
@@ -107,7 +120,6 @@ def _of_wrapper(spec: ModelSpec) -> ModelSpec:
 
 
 def _read(fields: ConfigFields, architecture: str) -> ModelSpec:
-    require_switches(fields, {"enable_moe_block": False})
     if fields.text("use_bidirectional_attention", "vision") != "vision":
         raise UnsupportedModelError(
             f"{fields.source}: use_bidirectional_attention "
@@ -127,9 +139,17 @@ def _read(fields: ConfigFields, architecture: str) -> ModelSpec:
         score_scale=1.0,
         biased=(QKV, OUTPUT) if fields.boolean("attention_bias", False) else (),
     )
-    spec = read_decoder(fields, architecture, traits)
+    # Experts, if there are any, are in addition to what a dense model has.
+    spec = read_decoder(fields.with_values({"num_experts": None}), architecture, traits)
     norm = dataclasses.replace(_NORM, eps=spec.final_norm.eps)
-    layers = _with_own_heads(fields, spec, dataclasses.replace(traits, norm=norm))
+    traits = dataclasses.replace(traits, norm=norm)
+    layers = _with_own_heads(fields, spec, traits)
+    if fields.boolean("enable_moe_block", False):
+        traits = dataclasses.replace(traits, experts=_experts(fields))
+        layers = [
+            _with_experts(layer, traits, index, spec.hidden_size)
+            for index, layer in enumerate(layers)
+        ]
     size = _layer_input_size(fields)
     return dataclasses.replace(
         spec,
@@ -255,6 +275,54 @@ def _check_ropes(fields: ConfigFields, attentions: Sequence[AttentionSpec]) -> N
             f"{fields.source}: rope_parameters that are equal for heads of two sizes are not "
             "supported"
         )
+
+
+def _experts(fields: ConfigFields) -> ExpertTraits:
+    fields = fields.renamed({"num_experts_per_tok": "top_k_experts"}, {})
+    return ExpertTraits(
+        routing=read_routing(fields, RoutingMode.SOFTMAX, normalizes=True),
+        inner_size=fields.integer("moe_intermediate_size"),
+    )
+
+
+def _with_experts(layer: LayerSpec, traits: Traits, index: int, hidden_size: int) -> LayerSpec:
+    """Add experts to a layer, whose dense part becomes their shared expert.
+
+    It keeps its names in adapters.
+    """
+    assert isinstance(layer.mixer, AttentionSpec)
+    assert layer.feed_forward is not None
+    made = build_layer(traits, index, hidden_size, layer.mixer, layer.feed_forward)
+    assert made.feed_forward is not None
+    prefix = traits.names.layer(index)
+    norms = dict(layer.norms)
+    of_dense = norms.pop(NormPlace.BEFORE_FEED_FORWARD)
+    for place, name in (
+        (NormPlace.BEFORE_EXPERTS, "pre_feedforward_layernorm_2"),
+        (NormPlace.AFTER_EXPERTS, "post_feedforward_layernorm_2"),
+        (NormPlace.AFTER_SHARED, "post_feedforward_layernorm_1"),
+    ):
+        norms[place] = dataclasses.replace(of_dense, path=prefix + name)
+    norms |= {
+        NormPlace.BEFORE_SHARED: of_dense,
+        NormPlace.BEFORE_ROUTER: dataclasses.replace(
+            of_dense,
+            path=f"{prefix}router",
+            weight_name="scale",
+            weight_factor=hidden_size**-0.5,
+        ),
+    }
+    factors = f"{prefix}router.per_expert_scale"
+    return dataclasses.replace(
+        made,
+        feed_forward=dataclasses.replace(made.feed_forward, expert_factors=factors),
+        norms=norms,
+        linears={
+            **made.linears,
+            SHARED_UP: layer.linears[UP],
+            SHARED_DOWN: layer.linears[DOWN],
+        },
+    )
 
 
 def _layer_input_size(fields: ConfigFields) -> int:

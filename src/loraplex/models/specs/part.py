@@ -81,7 +81,7 @@ def growth_alone(growth: float, length: int, *, offset: int = 0) -> RopeConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NormSpec:
-    """One norm. Its weights are `<path>.weight` and, if it has one, `<path>.bias`."""
+    """One norm. Its weights are `<path>.<weight_name>` and, if it has one, `<path>.bias`."""
 
     path: str
     """Full name in the checkpoint; empty: an RMS norm of a mixer without weights."""
@@ -101,6 +101,10 @@ class NormSpec:
     """Whether the weight multiplies in float32, before the rounding to the model's type."""
     replaces_residual: bool = False
     """Whether the norm's output is the residual from there on (post-norm)."""
+    weight_name: str = "weight"
+    """Last part of the weight's name."""
+    weight_factor: float = 1.0
+    """Number that the weight of the checkpoint is multiplied by."""
 
 
 class TensorSpec(NamedTuple):

@@ -84,6 +84,19 @@ def test_a_bias_selects_and_does_not_weigh(name):
     assert not torch.equal(found.experts, experts.route(logits, rules).experts)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "olmoe", "deepseek-3"])
+def test_factors_of_experts_weigh_and_do_not_select(name):
+    rules = RULES[name]
+    logits, factors = torch.randn(9, rules.num_experts), torch.randn(rules.num_experts)
+    logits[4, 1] = torch.nan
+    found = experts.route(logits, rules, expert_factors=factors)
+    expected = route(logits, rules, expert_factors=factors)
+    assert found.weights[4].isnan().all()
+    known = torch.arange(9) != 4
+    assert torch.equal(found.experts[known], expected.experts[known])
+    torch.testing.assert_close(found.weights[known], expected.weights[known], rtol=2e-6, atol=1e-7)
+
+
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", RULES)
 def test_of_equal_scores_the_lowest_expert_is_chosen(name):

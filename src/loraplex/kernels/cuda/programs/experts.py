@@ -77,6 +77,7 @@ def choose_experts(
     weights,  # [T, NUM_CHOSEN] float32
     logits,  # [T, NUM_EXPERTS]
     selection_bias,  # [NUM_EXPERTS] float32, or None
+    expert_factors,  # of the weights [NUM_EXPERTS] float32, or None
     row_stride,
     factor,
     jitter,
@@ -128,6 +129,8 @@ def choose_experts(
         given /= tl.sum(given, 0) + floor
     has_nan = tl.max((row != row).to(tl.int32), 0) > 0
     given = tl.where(has_nan, float("nan"), given * factor)
+    if expert_factors is not None:
+        given *= tl.load(expert_factors + chosen)
     tl.store(experts + token * NUM_CHOSEN + places, chosen, mask=is_place)
     tl.store(weights + token * NUM_CHOSEN + places, given, mask=is_place)
 
