@@ -331,7 +331,7 @@ FAMILIES = (
     *("gemma2", "phi", "phi3", "ministral", "ministral3", "olmo2", "olmo3", "glm4", "gpt-neox"),
     *("starcoder2", "smollm3", "falcon", "bloom", "gptj", "opt-350m", "mixtral", "qwen2-moe"),
     *("qwen3-moe", "gpt-oss", "qwen3.5", "qwen3-next"),
-    *("deepseek-v2", "deepseek-v3", "mistral4"),
+    *("deepseek-v2", "deepseek-v3", "mistral4", "gemma3-wrapper", "qwen3.5-wrapper"),
 )
 
 

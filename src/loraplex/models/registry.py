@@ -177,7 +177,9 @@ _EITHER_DIRECTION: Final = tuple(
 CLASSIFIERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "Gemma3TextForSequenceClassification": gemma.ARCHITECTURE_3,
+        "Gemma3ForSequenceClassification": gemma.WRAPPER_3,
         "Qwen3_5TextForSequenceClassification": qwen_hybrid.ARCHITECTURE_3_5,
+        "Qwen3_5ForSequenceClassification": qwen_hybrid.WRAPPER_3_5,
         **{
             re.sub("ForCausalLM|LMHeadModel", "ForSequenceClassification", causal): causal
             for causal in (

@@ -317,11 +317,7 @@ def _with_experts(layer: LayerSpec, traits: Traits, index: int, hidden_size: int
         made,
         feed_forward=dataclasses.replace(made.feed_forward, expert_factors=factors),
         norms=norms,
-        linears={
-            **made.linears,
-            SHARED_UP: layer.linears[UP],
-            SHARED_DOWN: layer.linears[DOWN],
-        },
+        linears={**made.linears, SHARED_UP: layer.linears[UP], SHARED_DOWN: layer.linears[DOWN]},
     )
 
 
