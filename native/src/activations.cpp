@@ -29,6 +29,19 @@ loraplex_status for_gate(loraplex_activation activation, const Body &body) {
     });
 }
 
+// output [num_rows, n], contiguous: the function of each element of x
+template <typename T, typename Function>
+void map(loraplex_pool &pool, std::int64_t num_rows, std::int64_t n, const void *x,
+         std::int64_t x_stride, void *output, const Function &function) {
+    for_each_row(pool, num_rows, n, [&](std::int64_t row) {
+        const T *from = static_cast<const T *>(x) + row * x_stride;
+        T *to = static_cast<T *>(output) + row * n;
+        for_each_vector(n, [&](std::int64_t first, int count) {
+            store_up_to(to + first, function(load_up_to(from + first, count)), count);
+        });
+    });
+}
+
 }  // namespace
 }  // namespace loraplex
 
@@ -62,17 +75,25 @@ loraplex_status loraplex_activate(loraplex_pool *pool, int64_t num_rows, int64_t
     using namespace loraplex;
     return guarded([&] {
         check(num_rows >= 0 && n >= 1, "activate");
-        return for_dtype(dtype, [&](auto element) {
-            using T = decltype(element);
+        return for_dtype(dtype, [&]<typename T>(T) {
             return for_activation(activation, [&](const auto &function) {
-                for_each_row(*pool, num_rows, n, [&](std::int64_t row) {
-                    const T *from = static_cast<const T *>(x) + row * x_stride;
-                    T *to = static_cast<T *>(output) + row * n;
-                    for_each_vector(n, [&](std::int64_t first, int count) {
-                        store_up_to(to + first, function(load_up_to(from + first, count)), count);
-                    });
-                });
+                map<T>(*pool, num_rows, n, x, x_stride, output, function);
             });
+        });
+    });
+}
+
+loraplex_status loraplex_xielu(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                               loraplex_dtype dtype, float positive, float negative,
+                               const void *x, int64_t x_stride, void *output) {
+    using namespace loraplex;
+    return guarded([&] {
+        check(num_rows >= 0 && n >= 1, "xielu");
+        return for_dtype(dtype, [&]<typename T>(T) {
+            map<T>(*pool, num_rows, n, x, x_stride, output, [&](Floats value) {
+                return xielu(value, broadcast(positive), broadcast(negative));
+            });
+            return LORAPLEX_OK;
         });
     });
 }

@@ -52,6 +52,19 @@ inline Floats gelu(Floats x) {
     return subtract(relu(x), multiply(multiply(limited, broadcast(0.5f)), tail));
 }
 
+// positive x^2 + x / 2 above zero, negative (e^x - 1 - x) + x / 2 below. e^x - 1 is
+// (e^x + 1) tanh(x / 2), which is as exact near zero.
+inline Floats xielu(Floats x, Floats positive, Floats negative) {
+    const Floats half = broadcast(0.5f);
+    // In this order NaN comes through on every instruction set.
+    const Floats above = maximum(zeros(), x);
+    const Floats below = minimum(zeros(), x);
+    const Floats power = exp2(multiply(below, broadcast(kLog2E)));
+    const Floats rise = multiply(add(power, broadcast(1.0f)), tanh(multiply(below, half)));
+    const Floats curve = multiply(negative, subtract(rise, below));
+    return multiply_add(x, half, multiply_add(multiply(above, above), positive, curve));
+}
+
 // body(function of Floats) for an activation's number
 template <typename Body>
 loraplex_status for_activation(loraplex_activation activation, const Body &body) {

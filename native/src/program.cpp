@@ -92,6 +92,7 @@ constexpr ProgramOp kOps[] = {
     LORAPLEX_PROGRAM_OP(loraplex_weight_rows),
     LORAPLEX_PROGRAM_OP(loraplex_write_kv),
     LORAPLEX_PROGRAM_OP(loraplex_write_latent),
+    LORAPLEX_PROGRAM_OP(loraplex_xielu),
 };
 
 constexpr std::int64_t kNumOps = std::size(kOps);

@@ -46,6 +46,7 @@ constexpr Test kTests[] = {
     {"rotary", test_rotary},
     {"scale", test_scale},
     {"activate, gate", test_activate_and_gate},
+    {"xielu", test_xielu},
     {"take_rows", test_take_rows},
     {"causal_conv", test_causal_conv},
     {"argmax", test_argmax},

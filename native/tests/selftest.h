@@ -162,6 +162,7 @@ void test_multiply(Checks &checks);
 void test_rotary(Checks &checks);
 void test_scale(Checks &checks);
 void test_activate_and_gate(Checks &checks);
+void test_xielu(Checks &checks);
 void test_take_rows(Checks &checks);
 void test_causal_conv(Checks &checks);
 void test_argmax(Checks &checks);

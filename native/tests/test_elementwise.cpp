@@ -159,6 +159,32 @@ void test_activate_and_gate(Checks &checks) {
     }
 }
 
+void test_xielu(Checks &checks) {
+    Random random(15);
+    constexpr float kPositive = 0.7f, kNegative = 1.3f;
+    for_each_case([&]<typename T>(T, std::int64_t n) {
+        const std::int64_t stride = n + 3;
+        const auto x = random_values<T>(random, kRows * stride, 12.0);
+        const auto run = [&](const Pool &pool, std::int64_t first, std::int64_t count) {
+            std::vector<T> output(static_cast<std::size_t>(count * n));
+            checks.ok(loraplex_xielu(pool, count, n, kDtype<T>, kPositive, kNegative,
+                                     x.data() + first * stride, stride, output.data()));
+            return output;
+        };
+        const auto output = run(Pool(1), 0, kRows);
+        for (std::int64_t i = 0; i < kRows * n; ++i) {
+            const double value = widen(x[static_cast<std::size_t>(i / n * stride + i % n)]);
+            const double curve = value > 0.0 ? double{kPositive} * value * value
+                                             : kNegative * (std::expm1(value) - value);
+            const double expected = curve + value / 2.0;
+            checks.near(widen(output[static_cast<std::size_t>(i)]), expected,
+                        1.01 * kRounding<T> * std::abs(expected) + 1e-6 * std::abs(value),
+                        "element");
+        }
+        check_company(checks, n, run);
+    });
+}
+
 void test_take_rows(Checks &checks) {
     Random random(11);
     constexpr std::int64_t kTable = 50;

@@ -28,8 +28,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = every.CASES
 SETTINGS = RunnerSettings(block_size=4, num_blocks=60, max_num_seqs=6, max_lora_rank=8)
-WITH_TORCH = {"apertus": "its activation has no kernel yet"}
-"""Quick cases whose steps have ops of torch, and no programs."""
 SPAN_COPIES = {"aten::copy_"}
 """What replaces the angles of prompts that are rotated by their length (ADR 32)."""
 
@@ -76,7 +74,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> TorchOps:
 
 
 @pytest.mark.some(12)
-@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].is_quick and n not in WITH_TORCH])
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].is_quick])
 def test_the_decoder_computes_nothing_with_torch(name: str, tmp_path: Path, ops: TorchOps) -> None:
     """Whole prompts, chunks and decode steps, with adapters; the latter are run as programs."""
     CASES[name].save(tmp_path)

@@ -97,6 +97,12 @@ LORAPLEX_API loraplex_status loraplex_activate(loraplex_pool *pool, int64_t num_
                                                loraplex_activation activation, const void *x,
                                                int64_t x_stride, void *output);
 
+/* x [num_rows, n] -> output, contiguous: positive x^2 + x / 2 of an element above zero,
+ * negative (e^x - 1 - x) + x / 2 of one below. */
+LORAPLEX_API loraplex_status loraplex_xielu(loraplex_pool *pool, int64_t num_rows, int64_t n,
+                                            loraplex_dtype dtype, float positive, float negative,
+                                            const void *x, int64_t x_stride, void *output);
+
 /* table [..., n] -> output [num_rows, n], contiguous: row indices[i] of the table, of stride
  * table_stride. The indices are not checked. */
 LORAPLEX_API loraplex_status loraplex_take_rows(loraplex_pool *pool, int64_t num_rows, int64_t n,

@@ -304,6 +304,27 @@ def test_activations_of_extreme_values(kernel, activation):
     torch.testing.assert_close(kernel.gate(gate_up, activation), expected, equal_nan=True)
 
 
+def xielu(x, positive, negative):
+    curve = torch.where(x > 0, positive * x.square(), negative * (torch.expm1(x) - x))
+    return curve + x / 2
+
+
+@DTYPES
+@SIZES
+def test_xielu(kernel, size, dtype):
+    x = (4 * rows(40, size, torch.float32)).to(dtype)
+    x[:20] *= 1e-3
+    output = kernel.xielu(x, 0.7, 1.3)
+    assert output.is_contiguous()
+    assert_rounded(output, xielu(x.double(), 0.7, 1.3), dtype)
+
+
+def test_xielu_of_extreme_values(kernel):
+    x = torch.tensor([[-1e30, -120.0, -18.5, -1e-30, -0.0, 1e-30, 1e15, torch.inf, torch.nan]])
+    expected = xielu(x.double(), 0.7, 1.3).float()
+    torch.testing.assert_close(kernel.xielu(x, 0.7, 1.3), expected, equal_nan=True)
+
+
 @DTYPES
 @SIZES
 def test_clamped_swiglu(kernel, size, dtype):
@@ -374,6 +395,7 @@ def test_bits_do_not_depend_on_company_or_threads(library, size, dtype):
         lambda kernel, part: kernel.add(x[part], residual[part], 0.22),
         *(functools.partial(gated, activation=activation) for activation in Activation),
         *(functools.partial(activated, activation=activation) for activation in ACTIVATIONS),
+        lambda kernel, part: kernel.xielu(x[part], 0.7, 1.3),
         functools.partial(rotated, is_interleaved=False),
         functools.partial(rotated, is_interleaved=True),
         scaled,

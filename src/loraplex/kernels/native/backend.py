@@ -80,6 +80,7 @@ class NativeKernels(ReferenceKernels):
         self.multiply = elementwise.multiply
         self.rotary = elementwise.rotary
         self.gate, self.activate = elementwise.gate, elementwise.activate
+        self.xielu = elementwise.xielu
         experts = NativeExperts(watched, self._pool)
         self.route, self.combine_experts = experts.route, experts.combine
         attention = NativeAttention(watched, self._pool)

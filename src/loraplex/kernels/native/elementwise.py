@@ -80,6 +80,9 @@ class NativeElementwise:
         self._activate = library.function(
             "loraplex_activate", *(Pointer, Size, Size, Int, Int, Value, Size, Value)
         )
+        self._xielu = library.function(
+            "loraplex_xielu", *(Pointer, Size, Size, Int, Real, Real, Value, Size, Value)
+        )
 
     def take_rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         num_rows, size = indices.shape[0], table.shape[1]
@@ -192,6 +195,14 @@ class NativeElementwise:
         output = self._output(x.shape, x.dtype)
         self._activate(
             *(self._pool.address, *x.shape, DTYPES[x.dtype], ACTIVATIONS[activation]),
+            *(x.data_ptr(), x.stride(0), output.data_ptr()),
+        )
+        return output
+
+    def xielu(self, x: torch.Tensor, positive: float, negative: float) -> torch.Tensor:
+        output = self._output(x.shape, x.dtype)
+        self._xielu(
+            *(self._pool.address, *x.shape, DTYPES[x.dtype], positive, negative),
             *(x.data_ptr(), x.stride(0), output.data_ptr()),
         )
         return output
