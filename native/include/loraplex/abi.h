@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 /* Raised when a declared function changes or comes; Python refuses a library with another number. */
-#define LORAPLEX_ABI_VERSION 20
+#define LORAPLEX_ABI_VERSION 21
 
 #define LORAPLEX_API __attribute__((visibility("default")))
 

@@ -8,17 +8,19 @@ from typing import Final
 import torch
 
 from loraplex.core.gguf import BlockType
-from loraplex.kernels.quantization import SUPER_BLOCK
 
+_DECODED_BEFORE: Final = frozenset(
+    (BlockType.F32, BlockType.F16, BlockType.BF16, BlockType.Q2_K, BlockType.Q3_K)
+)
 BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType(
-    {kind.number: kind for kind in (BlockType.Q4_K, BlockType.Q5_K, BlockType.Q6_K)}
+    {kind.number: kind for kind in BlockType if kind not in _DECODED_BEFORE}
 )
 """Types of blocks by their numbers in files, which are those of native/include/loraplex/gguf.h."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class BlockRows:
-    """Weight [..., out, in]: each row is super-blocks, one after another."""
+    """Weight [..., out, in]: each row is blocks, one after another."""
 
     addresses: torch.Tensor
     """[..., out] int64, of a row's first block."""
@@ -45,14 +47,15 @@ class BlockRows:
         return dataclasses.replace(self, addresses=choose(self.addresses), types=choose(self.types))
 
     def inputs(self, first: int, end: int) -> "BlockRows | None":
-        """Return the weight of the inputs from first to end - 1; None: they cut a super-block."""
-        if first % SUPER_BLOCK or end % SUPER_BLOCK:
-            return None
-        block_bytes = torch.zeros(max(BLOCK_TYPES) + 1, dtype=torch.int64)
-        for number, kind in BLOCK_TYPES.items():
-            block_bytes[number] = kind.num_bytes
-        skipped = block_bytes[self.types.int()] * (first // SUPER_BLOCK)
-        return dataclasses.replace(self, addresses=self.addresses + skipped, num_inputs=end - first)
+        """Return the weight of the inputs from first to end - 1; None: they cut a block."""
+        skipped = torch.zeros(max(BLOCK_TYPES) + 1, dtype=torch.int64)
+        for number in set(self.types.flatten().tolist()):
+            kind = BLOCK_TYPES[number]
+            if first % kind.num_values or end % kind.num_values:
+                return None
+            skipped[number] = first // kind.num_values * kind.num_bytes
+        addresses = self.addresses + skipped[self.types.int()]
+        return dataclasses.replace(self, addresses=addresses, num_inputs=end - first)
 
 
 def joined_rows(parts: Sequence[BlockRows]) -> BlockRows:

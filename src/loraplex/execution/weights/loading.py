@@ -38,7 +38,7 @@ from loraplex.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 3
+_VERSION = 4
 """Version of the cached weights, raised when the same checkpoint is to be packed differently."""
 _SEEN_AS = "checkpoint"
 _HASHING_THREADS = 4

@@ -1,7 +1,8 @@
 """Blocks of GGUF files, packed for the linear kernels (native/src/gguf.cpp)."""
 
 import ctypes
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 
@@ -17,6 +18,29 @@ from loraplex.kernels.native.library import (
 )
 from loraplex.kernels.native.linear import BLOCK_COUNTS, NativeWeight, WeightKind
 
+_GROUP_SIZE: Final = 32
+"""Values that share a scale in types without super-blocks."""
+
+
+class _GroupForm(NamedTuple):
+    """How panels keep a type without super-blocks."""
+
+    bits: int
+    has_offsets: bool = False
+    table: str = ""
+    """Name of the table of its numbers; empty: it has none."""
+
+
+_GROUP_FORMS: Final = {
+    BlockType.Q4_0.number: _GroupForm(4),
+    BlockType.Q4_1.number: _GroupForm(4, has_offsets=True),
+    BlockType.Q5_0.number: _GroupForm(8),
+    BlockType.Q5_1.number: _GroupForm(8, has_offsets=True),
+    BlockType.Q8_0.number: _GroupForm(8),
+    BlockType.IQ4_NL.number: _GroupForm(4, table="nl"),
+    BlockType.IQ4_XS.number: _GroupForm(4, table="nl"),
+    BlockType.MXFP4.number: _GroupForm(4, table="e2m1"),
+}
 _Q4_K: Final = {BlockType.Q4_K.number}
 _Q6_K: Final = {BlockType.Q6_K.number}
 
@@ -45,8 +69,11 @@ class NativeGguf:
         """
         *experts, out_features, in_features = weight.shape
         kind, group_size = _kind_of(set(weight.types.flatten().tolist()))
+        num_cuts = max(1, num_blocks)
+        if kind is None or in_features % (num_cuts * group_size):
+            return None
         form = (kind, group_size, num_blocks, out_features, in_features)
-        num_bytes = self._packed_bytes(kind, group_size, max(1, num_blocks), *form[3:])
+        num_bytes = self._packed_bytes(kind, group_size, num_cuts, *form[3:])
         if not num_bytes or num_blocks not in (0, *BLOCK_COUNTS):
             return None
         num_experts = experts[0] if experts else 1
@@ -56,7 +83,7 @@ class NativeGguf:
         are_finite = ctypes.c_int32()
         for rows, own_types, place in zip(addresses, types, panels, strict=True):
             self._pack(
-                *(self._pool.address, kind, group_size, max(1, num_blocks)),
+                *(self._pool.address, kind, group_size, num_cuts),
                 *(rows.data_ptr(), own_types.data_ptr(), out_features, in_features),
                 *(place.data_ptr(), ctypes.addressof(are_finite)),
             )
@@ -66,10 +93,26 @@ class NativeGguf:
         return NativeWeight(*form, panels.flatten(), wide_bias)
 
 
-def _kind_of(types: set[int]) -> tuple[WeightKind, int]:
-    """Return the kind of panels that holds rows of these types, and the size of its groups."""
+def _kind_of(types: set[int]) -> tuple[WeightKind | None, int]:
+    """Return the kind of panels that holds rows of these types, and the size of its groups.
+
+    None: no kind holds them, as super-blocks next to other types, or two tables.
+    """
+    forms = [_GROUP_FORMS[number] for number in types if number in _GROUP_FORMS]
+    if forms:
+        return (_kind_of_groups(forms) if len(forms) == len(types) else None), _GROUP_SIZE
     if types == _Q4_K:
         return WeightKind.SUPER4, 32
     if types == _Q6_K:
         return WeightKind.SUPER6, 16
     return WeightKind.SUPER6_OFFSETS, 16 if types & _Q6_K else 32
+
+
+def _kind_of_groups(forms: Sequence[_GroupForm]) -> WeightKind | None:
+    """Return the kind in which all have their numbers. Next to others a table's become bytes."""
+    tables = {form.table for form in forms}
+    if "" not in tables:
+        return WeightKind.TABLE4 if len(tables) == 1 else None
+    bits = 8 if len(tables) > 1 else max(form.bits for form in forms)
+    has_offsets = any(form.has_offsets for form in forms)
+    return WeightKind[f"INT{bits}_{'OFFSETS' if has_offsets else 'BY_INT8'}"]

@@ -40,7 +40,7 @@ Size = ctypes.c_int64
 Int = ctypes.c_int32
 Real = ctypes.c_float
 
-_ABI_VERSION = 20
+_ABI_VERSION = 21
 _FILES = {
     "x86-64-v4": "libloraplex_v4.so",
     "x86-64-v3": "libloraplex_v3.so",
