@@ -19,8 +19,9 @@ _IDLE_SECONDS: Final = 5.0
 """No step has begun for so long: no request waits. A long prompt's steps take seconds."""
 
 _RESTS: Final = 8
-"""While steps run, the work rests so many times as long as its newest piece took: it takes memory
-bandwidth and a core from them, and all threads of a step wait for the slowest."""
+"""While steps run, the work rests so many times as long as its newest piece computed: it takes
+bandwidth and a core from them, and all threads of a step wait for the slowest. While it waits for
+a core or the disk it takes neither."""
 
 Pause = Callable[[], None]
 """Function that a long work calls between its pieces. Raises StoreStoppedError once it is to end.
@@ -37,7 +38,7 @@ class BackgroundStore:
     def __init__(self, store: Callable[[Pause], object], held: contextlib.ExitStack) -> None:
         """held: what is closed at the end of the work."""
         self._newest_step = -math.inf
-        self._piece_start = time.monotonic()
+        self._computed = threading.local()
         self._stopping = threading.Event()
         # A daemon: a process that ends without `close` does not wait for the disk.
         self._thread = threading.Thread(
@@ -71,14 +72,16 @@ class BackgroundStore:
                 )
 
     def _pause(self) -> None:
-        now = time.monotonic()
-        if self._stopping.wait(rest_after(now - self._piece_start, now - self._newest_step)):
+        """Rest after a piece of the calling thread: files are hashed by several."""
+        computed = time.thread_time()
+        piece_seconds = computed - getattr(self._computed, "seconds", 0.0)
+        self._computed.seconds = computed
+        if self._stopping.wait(rest_after(piece_seconds, time.monotonic() - self._newest_step)):
             raise StoreStoppedError
-        self._piece_start = time.monotonic()
 
 
 def rest_after(piece_seconds: float, idle_seconds: float) -> float:
-    """Seconds to rest after a piece of work that took `piece_seconds`.
+    """Seconds to rest after a piece of work that took `piece_seconds` of a core.
 
     idle_seconds: time since the newest step began.
     """

@@ -41,3 +41,24 @@ def test_a_step_is_noted_and_a_stop_ends_the_rest(monkeypatch: pytest.MonkeyPatc
     assert resting.wait(60)
     storing.close()
     assert noted[0] < 60
+
+
+def test_it_rests_for_what_it_computes_and_not_for_what_it_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A piece of a busy server waits for a core, most of its time."""
+    pieces: list[float] = []
+    of_core = iter((0.25, 0.75, 0.875))
+
+    def rest(piece_seconds: float, idle_seconds: float) -> float:
+        pieces.append(piece_seconds)
+        return 0
+
+    def store(pause: Callable[[], None]) -> None:
+        for _ in range(3):
+            pause()
+
+    monkeypatch.setattr(background_store, "rest_after", rest)
+    monkeypatch.setattr("time.thread_time", lambda: next(of_core))
+    BackgroundStore(store, contextlib.ExitStack()).wait()
+    assert pieces == [0.25, 0.5, 0.125]
