@@ -47,7 +47,7 @@ RECURRENT = {**hybrids.CASES, **state_spaces.CASES, **convolutions.CASES}
 RECURRENT_QUICK = ("granite-hybrid",)
 LENGTHS = (1, 63, 64, 65, 130)
 """Tokens of prompts: a recurrence has a state every 64."""
-NUM_NEW_TOKENS = 12
+NUM_NEW_TOKENS = 24
 MAX_RANK = 16
 RANK_LIMIT = 32
 """Adapters of separate q, k and v that a case fuses have the sum of their ranks."""
