@@ -56,7 +56,11 @@ def test_fields_and_tensors_that_differ(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma-2b", "gemma-2-27b", "olmo-2-7b", "glm-4-9b-0414", "exaone-4.0-1.2b"]
+    "name",
+    [
+        *("gemma-2b", "gemma-2-27b", "olmo-2-7b", "glm-4-9b-0414", "exaone-4.0-1.2b"),
+        *("gemma-4-26b-a4b-it", "apertus-8b"),
+    ],
 )
 def test_a_family_under_another_name_is_found_by_its_tensors(tmp_path: Path, name: str) -> None:
     tensors = tensors_of(tmp_path, name)
