@@ -79,8 +79,7 @@ struct ByteBlock {
             outer_product(
                 sums,
                 [x](int row) {
-                    return reinterpret_cast<const FourBytes *>(x + row * RowInputs::kStride) +
-                           kFour;
+                    return broadcast_fours(x + row * RowInputs::kStride + 4 * kFour);
                 },
                 [&](int vector) __attribute__((always_inline)) {
                     return unpacking.template fours<kFour>(

@@ -33,7 +33,7 @@ from loraplex.models.rope import RotaryTable
 from loraplex.models.spec import LAYER_INPUTS, LayerSpec, ModelSpec, NormPlace
 from loraplex.models.specs.part import MixerSpec, RopeConfig
 
-_MAX_REPEATED_TOKENS = 256
+_MAX_REPEATED_TOKENS = 512
 """Maximum of a repeated step: in larger ones the calls of the ops cost little compared with what
 they compute."""
 
@@ -207,13 +207,14 @@ class Decoder:
             return self.logits(state, batch) if self.spec.is_last_stage else state
         plans = self._plan(batch)
         num_tokens = batch.token_ids.shape[0]
+        wants_all = batch.logits_indices.shape[0] == num_tokens
         # A record holds addresses of these weights and this KV storage, so they must live as long
         # as it, and the number of launches that follows from the numbers of tokens, LoRA waves and
         # device rows, and from whether adapters change outputs in addition to LoRA. All are in the
         # key, as objects: the number of one that is gone could be another one's.
-        return self._kernels.repeat(
+        result = self._kernels.repeat(
             (
-                *(self, kv, num_tokens),
+                *(self, kv, num_tokens, wants_all),
                 batch.lora and (batch.lora.num_waves, bool(batch.lora.parts)),
                 batch.rows[0].num_device_rows,
             ),
@@ -222,8 +223,10 @@ class Decoder:
                 *(batch.lora, *plans.values()),
                 *(() if hidden is None else (hidden,)),
             ),
-            lambda: self._decoded(self._hidden(batch, kv, plans, hidden)),
+            lambda: self._decoded(self._hidden(batch, kv, plans, hidden), wants_all),
         )
+        is_end = wants_all or not self.spec.is_last_stage
+        return result if is_end else self.logits(result, batch)
 
     def hidden_states(
         self,
@@ -272,9 +275,9 @@ class Decoder:
         normed, _ = self._final_norm.read(state)
         return normed
 
-    def _decoded(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden]: result of `_hidden` of a step that wants the logits of every token."""
-        if not self.spec.is_last_stage:
+    def _decoded(self, x: torch.Tensor, wants_all: bool) -> torch.Tensor:
+        """x [T, hidden]: result of `_hidden`. wants_all: the step wants every token's logits."""
+        if not (wants_all and self.spec.is_last_stage):
             return x
         return self._scaled(self._base_logits(self._projected_back(x)))
 
@@ -343,13 +346,18 @@ class Decoder:
 
 
 def _is_repeatable(batch: ForwardBatch) -> bool:
-    """Whether the step is a small one that only decodes: the next one of its size is like it."""
+    """Whether the step is a small one, and the next one of its size is like it.
+
+    With prompts among them, recurrent layers depend on the number of rows, and a device has no
+    records.
+    """
     num_tokens = batch.token_ids.shape[0]
+    has_prompts = batch.logits_indices.shape[0] < num_tokens
     if (
         batch.rotated_spans
         or batch.encoded
         or num_tokens > _MAX_REPEATED_TOKENS
-        or batch.logits_indices.shape[0] < num_tokens
+        or (has_prompts and (batch.state_rows or batch.rows[0].on_device))
     ):
         return False
     return batch.lora is None or not (batch.lora.changes_ends or batch.lora.arrivals)

@@ -1,8 +1,10 @@
-"""Every family's decode steps become programs of native calls: each op's values are known."""
+"""Every family's steps become programs of native calls: each op's values are known."""
 
 import dataclasses
 import gc
+import itertools
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from loraplex.models.batch import ForwardBatch, StateRows
 from loraplex.models.cache_groups import cache_groups
 from loraplex.models.decoder import Decoder
 from loraplex.models.rope import rotary_tables
+from loraplex.models.specs.convolution import ConvSpec
 from support.tiny_model import TinyCheckpoint
 
 try:
@@ -114,8 +117,35 @@ class Model:
     def decode(self, position: int, lora: LoraBatch | None = None) -> torch.Tensor:
         return self.decoder.forward(self.batch(position, lora), self.kv).clone()
 
-    def lora(self) -> LoraBatch:
-        """Make a batch whose rows use one adapter of all modules."""
+    def prefill(self, lengths: Sequence[int], lora: LoraBatch | None = None) -> torch.Tensor:
+        """Return the logits of the last tokens of one or two prompts."""
+        starts = [0, *itertools.accumulate(lengths)]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        row_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        states = None
+        if isinstance(self.spec.layers[0].mixer, ConvSpec):
+            tables = torch.arange(0, 2 * len(lengths), 2)
+            states = StateRows(
+                torch.tensor(starts), {}, dict.fromkeys(range(len(self.tables)), tables)
+            )
+        batch = ForwardBatch(
+            token_ids=torch.arange(3, 3 + starts[-1]),
+            positions=positions,
+            slot_mappings=tuple(
+                table[row_of_token, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+                for table in self.tables
+            ),
+            rows=tuple(
+                RowLayout(starts, list(lengths), table[: len(lengths)]) for table in self.tables
+            ),
+            logits_indices=torch.tensor(starts[1:]) - 1,
+            lora=lora,
+            state_rows=states,
+        )
+        return self.decoder.forward(batch, self.kv).clone()
+
+    def lora(self, num_tokens: int = 2) -> LoraBatch:
+        """Make a batch whose tokens use one adapter of all modules."""
         layers, num_experts = self.spec.module_shapes, self.spec.num_experts
         geometry = page_geometry(
             layer_targets(layers, num_experts=num_experts),
@@ -142,7 +172,7 @@ class Model:
             num_experts=num_experts,
         )
         bank.copy(1, bank.prepare(host), list(range(num_pages)))
-        batch = bank.lora_batch(((2, ((1, 1.0),)),))
+        batch = bank.lora_batch(((num_tokens, ((1, 1.0),)),))
         assert batch is not None
         return batch
 
@@ -178,6 +208,27 @@ def test_decode_steps_are_repeated_by_programs(
     monkeypatch.setattr(NativeKernels, "repeat", lambda _self, _key, _inputs, compute: compute())
     computed = [model.decode(position, lora) for position in range(6)]
     assert all(map(torch.equal, repeated, computed))
+
+
+@pytest.mark.parametrize("has_lora", [False, True])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_prompts_are_repeated_by_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, has_lora: bool
+) -> None:
+    """Their records depend on the number of tokens, not on how many are of which prompt."""
+    torch.default_generator.manual_seed(0)
+    model = Model(tmp_path, architecture)
+    lora = model.lora(num_tokens=4) if has_lora else None
+    prompts = ((4,), (2, 2), (1, 3), (4,))
+    repeated = [model.prefill(lengths, lora) for lengths in prompts]
+    keeps_states = architecture == "Lfm2ForCausalLM"
+    assert len(model.kernels._programs) == (0 if keeps_states else 1)
+    assert None not in model.kernels._programs.values()
+    monkeypatch.setattr(NativeKernels, "repeat", lambda _self, _key, _inputs, compute: compute())
+    computed = [model.prefill(lengths, lora) for lengths in prompts]
+    assert all(map(torch.equal, repeated, computed))
+    assert torch.equal(repeated[0], repeated[-1])
+    assert not torch.equal(repeated[0], repeated[1][1:])
 
 
 def test_a_program_keeps_no_tensor_of_the_step_that_was_recorded(tmp_path: Path) -> None:

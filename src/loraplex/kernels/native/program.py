@@ -1,7 +1,7 @@
 """Steps of one shape as programs: their native calls, recorded once and repeated by one call.
 
-A decoding step makes the same calls as the last one of its size, with other inputs. `Recorder`
-records the calls. Each op declares which of its arguments are values of the step (library.Value);
+A step makes the same calls as the last one of its size, with other inputs. `Recorder` records the
+calls. Each op declares which of its arguments are values of the step (library.Value);
 the others stay. A value is one of the parameters that the decoder names, or the output of an
 earlier op, or a view of one. If a call has any other value, such as a tensor that torch made, the
 step has no program and is computed each time. Outputs get places in a memory that all programs
@@ -221,15 +221,15 @@ def _output_at(used: Sequence[_OpOutput], address: int) -> _OpOutput | None:
 
 def _place(used: Sequence[_OpOutput]) -> int:
     """Assign each output the lowest offset that is free while it is needed; return all bytes."""
-    placed: list[_OpOutput] = []
+    alive: list[_OpOutput] = []  # in the order of their offsets
     size = 0
     for output in sorted(used, key=lambda output: output.first_call):
-        for other in sorted(placed, key=lambda other: other.offset):
-            is_alive = other.last_call >= output.first_call
+        alive = [other for other in alive if other.last_call >= output.first_call]
+        for other in alive:
             end = output.offset + output.end - output.start
-            if is_alive and other.offset < end and output.offset < _end(other):
+            if other.offset < end and output.offset < _end(other):
                 output.offset = _end(other)
-        placed.append(output)
+        bisect.insort(alive, output, key=lambda output: output.offset)
         size = max(size, _end(output))
     return size
 
