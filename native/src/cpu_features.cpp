@@ -35,12 +35,21 @@ constexpr unsigned kTiles = 0x60000;  // XCR0: shapes and contents of AMX's tile
 constexpr unsigned kAvxVnni = 1U << 4, kAvx512Bf16 = 1U << 5;
 constexpr unsigned kAmxBf16 = 1U << 22, kAmxTile = 1U << 24, kAmxInt8 = 1U << 25;
 
-// Whether a product of pairs of bfloat16 takes no longer than a multiply-add of float32. On Intel's CPUs
-// it takes more than two of them.
-bool has_fast_bfloat16() {
+bool is_of_amd() {
     const Cpuid vendor = cpuid(0, 0);
     return vendor.ebx == signature_AMD_ebx && vendor.ecx == signature_AMD_ecx &&
-           vendor.edx == signature_AMD_edx && has_all(cpuid(7, 1).eax, kAvx512Bf16);
+           vendor.edx == signature_AMD_edx;
+}
+
+// Whether a product of pairs of bfloat16 takes no longer than a multiply-add of float32. On Intel's CPUs
+// it takes more than two of them.
+bool has_fast_bfloat16() { return is_of_amd() && has_all(cpuid(7, 1).eax, kAvx512Bf16); }
+
+// Measured on Zen 5 (family 0x1a); Zen 4 and the Xeons need the program's own reading ahead.
+bool reads_ahead() {
+    constexpr unsigned kZen5 = 0x1a;
+    const unsigned version = cpuid(1, 0).eax;
+    return is_of_amd() && (version >> 8 & 0xf) + (version >> 20 & 0xff) >= kZen5;
 }
 
 // Linux gives a process the tile registers when it asks for them.
@@ -84,6 +93,7 @@ uint64_t loraplex_cpu_features(void) {
             features |= has_all(extended.edx, kAmxBf16) ? LORAPLEX_CPU_AMX_BF16 : 0;
         }
     }
+    features |= reads_ahead() ? LORAPLEX_CPU_READS_AHEAD : 0;
     if (has_all(cpuid(7, 1).eax, kAvxVnni)) {
         features |= LORAPLEX_CPU_AVX_VNNI;
     }

@@ -49,8 +49,8 @@ inline constexpr int kRowStride =
 // What a call brings into the cache, evenly over its steps: the memory has a speed, too. A step is
 // the inputs that are interleaved.
 struct ReadAhead {
-    const std::byte *weights;   // in the first panel; the others are a panel's stride apart
-    std::int64_t weights_pace;  // bytes of each panel in a step
+    const std::byte *weights = nullptr;  // in the first panel; the others are a panel's stride apart
+    std::int64_t weights_pace = 0;       // bytes of each panel in a step
     const std::byte *inputs = nullptr;  // those of the next rows: a line in a step
 
     template <typename W>
@@ -72,8 +72,13 @@ struct ReadAhead {
     }
 
     ReadAhead from_step(std::int64_t step) const {
-        return {weights + step * weights_pace, weights_pace, inputs + step * 64};
+        return is_none() ? *this
+                         : ReadAhead{weights + step * weights_pace, weights_pace,
+                                     inputs + step * 64};
     }
+
+    // Whether the CPU reads ahead by itself: one row's weights, in order, are all that is read.
+    bool is_none() const { return weights == nullptr; }
 };
 
 // What a row of inputs has for each group: nothing, the sum of its inputs, which the weight's offsets are
@@ -161,6 +166,9 @@ inline constexpr int kVectorsPerPanel = static_cast<int>(kPanelWidth) / kLanes;
 template <int kPanels, typename W>
 __attribute__((always_inline)) inline void prefetch(const ReadAhead &ahead, std::int64_t step,
                                                     std::int64_t stride) {
+    if (ahead.is_none()) {
+        return;
+    }
     constexpr int kLocality = kPanels >= kManyPanels ? 2 : 3;
     const std::byte *weights = ahead.weights + step * ahead.weights_pace;
 #pragma GCC unroll 16

@@ -246,7 +246,7 @@ struct SuperBlockProduct {
         // What is due in a step, a line after another.
         __attribute__((always_inline)) static void read_ahead(ReadAhead ahead,
                                                               std::int64_t stride) {
-            const std::int64_t pace = ahead.weights_pace;
+            const std::int64_t pace = ahead.is_none() ? 0 : ahead.weights_pace;
             for (std::int64_t line = 0; line < pace; line += 64) {
                 prefetch<kPanels, W>(ahead, 0, stride);
                 ahead.weights += 64;

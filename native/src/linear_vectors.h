@@ -63,9 +63,11 @@ private:
         for (std::int64_t i = 0; i < num_row_blocks; ++i) {
             const Range part_rows = part(rows.size, num_row_blocks, i);
             const Range next_rows = part(rows.size, num_row_blocks, (i + 1) % num_row_blocks);
-            block.ahead = num_row_blocks == 1
-                              ? ReadAhead::whole(block.values + kReadAheadBytes / sizeof(W))
-                              : ReadAhead::part(next, piece.depth, num_row_blocks, i);
+            block.ahead = num_row_blocks > 1
+                              ? ReadAhead::part(next, piece.depth, num_row_blocks, i)
+                          : rows.size == 1 && (cpu_features_ & LORAPLEX_CPU_READS_AHEAD) != 0
+                              ? ReadAhead{}
+                              : ReadAhead::whole(block.values + kReadAheadBytes / sizeof(W));
             block.ahead.inputs = reinterpret_cast<const std::byte *>(
                 inputs.at(piece, rows.first + next_rows.first));
             const BlockShape part_shape = {static_cast<int>(part_rows.size), shape.panels};

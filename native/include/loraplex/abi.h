@@ -62,6 +62,7 @@ enum {
                                      * attention in bfloat16 (attention.h) */
     LORAPLEX_CPU_NEON_DOTPROD = 256,
     LORAPLEX_CPU_NEON_BF16 = 512, /* changes the bits of bfloat16 weights (linear.h) */
+    LORAPLEX_CPU_READS_AHEAD = 1024, /* far enough that a program's own reading ahead costs time */
 };
 
 typedef struct loraplex_pool loraplex_pool;
