@@ -65,6 +65,19 @@ class StepRecord(msgspec.Struct, frozen=True):
     adapter_copies_ended: int = 0
     timing: StepTiming = StepTiming()
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether rows only went on: none joined, failed or lost its place, and no adapter moved."""
+        return not (
+            self.num_added
+            or self.num_prefill_rows
+            or self.num_preempted
+            or self.num_failed_rows
+            or self.adapter_copies_started
+            or self.adapter_copies_ended
+            or self.adapter_loads_ended
+        )
+
 
 class Durations(msgspec.Struct, frozen=True):
     """Histogram of times."""
@@ -120,7 +133,10 @@ class CacheGroupStats(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot, sent with the outputs of a step. Blocks of all cache groups count together."""
+    """A snapshot, sent with the outputs of a step; while rows only decode, now and then.
+
+    Blocks of all cache groups count together.
+    """
 
     steps: int = 0
     step_ns: int = 0

@@ -8,8 +8,9 @@ from loraplex.core.adapter import AdapterSource
 from loraplex.core.clock import Clock
 from loraplex.core.errors import DeviceLost, LoraplexError
 from loraplex.core.request import EngineRequest
+from loraplex.core.stats import EngineStats
 from loraplex.engine.channel import EngineChannel
-from loraplex.engine.engine import Engine
+from loraplex.engine.engine import Engine, EngineTurn
 from loraplex.engine.messages import (
     AbortRequest,
     AdapterPinned,
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 BEAT_SECONDS: Final = 1.0
 """Interval at which an idle loop shows that it is alive, and lets other ranks show it."""
+STATS_SECONDS: Final = 0.1
+"""Interval of statistics while rows only decode: to make and send them takes as long as a plan."""
 _REPLY_SECONDS: Final = 0.001
 """Interval at which an otherwise idle loop checks whether the ranks have replied to a probe."""
 
@@ -57,6 +60,9 @@ class EngineLoop:
         """When the other ranks were probed last."""
         self._is_probing = False
         """Whether a rank owes its reply to the last probe."""
+        self._sent = EngineStats()
+        self._sent_ns: int | None = None
+        """The statistics sent last, and when."""
         self._pinned: list[AdapterPinned] = []
         """Replies to be sent once all ranks have replied."""
 
@@ -73,9 +79,25 @@ class EngineLoop:
         while self._take_commands():
             turn = self._engine.step()
             if turn.outputs or turn.record is not None:
-                self._channel.send(StepDone(turn.outputs, self._engine.stats(), turn.record))
+                self._channel.send(StepDone(turn.outputs, self._stats(turn), turn.record))
             if self._check_when_idle and self._engine.is_idle:
                 self._engine.check()
+
+    def _stats(self, turn: EngineTurn) -> EngineStats | None:
+        """Return statistics that are worth sending after a turn; None: they can wait."""
+        record, now_ns = turn.record, self._clock.now_ns()
+        if (
+            record is not None
+            and record.only_decodes
+            and record.num_running == self._sent.num_running
+            and record.num_waiting == self._sent.num_waiting
+            and not any(output.finished for output in turn.outputs)
+            and self._sent_ns is not None
+            and now_ns - self._sent_ns < STATS_SECONDS * 1e9
+        ):
+            return None
+        self._sent, self._sent_ns = self._engine.stats(), now_ns
+        return self._sent
 
     def _take_commands(self) -> bool:
         """Apply all waiting commands; wait for one if nothing else is to be done.

@@ -112,7 +112,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
     """Outputs and statistics of one turn of the loop."""
 
     outputs: tuple[EngineOutput, ...]
-    stats: EngineStats
+    stats: EngineStats | None
+    """None: those sent last still hold, but for counters of steps that only decode."""
     record: StepRecord | None = None
     """None if no step was launched: after an abort or a refused request."""
 

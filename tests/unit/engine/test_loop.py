@@ -172,6 +172,27 @@ def test_every_step_has_a_record(running):
     assert event.stats.num_running == 0
 
 
+@pytest.mark.parametrize(
+    ("step_seconds", "has_statistics"),
+    [(0, [True, False, False, True]), (engine_loop.STATS_SECONDS, [True, True, True, True])],
+)
+def test_statistics_are_sent_now_and_then_while_rows_only_decode(step_seconds, has_statistics):
+    clock = FakeClock()
+    loop = RunningLoop(clock=clock)
+    launch = loop.runner.launch
+
+    def slow_launch(plan):
+        clock.advance_seconds(step_seconds)
+        return launch(plan)
+
+    loop.runner.launch = slow_launch
+    loop.put(AddRequest(request(1, max_tokens=4)))
+    events = [loop.event() for _ in has_statistics]
+    assert [event.stats is not None for event in events] == has_statistics
+    assert events[-1].stats.generation_tokens == 4
+    loop.stop()
+
+
 def test_a_refused_request_is_reported_without_a_step(running):
     running.put(AddRequest(request(1, prompt_token_ids=())))
     event = running.event()

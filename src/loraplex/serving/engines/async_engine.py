@@ -384,7 +384,7 @@ class AsyncEngine:
                 self._note_rejected(digest, error)
 
     def _take_step(self, step: StepDone) -> None:
-        self.stats = step.stats
+        self.stats = step.stats or self.stats
         if step.record is not None:
             self._has_worked = True
             self.steps.append(step.record)
