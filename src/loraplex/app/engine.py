@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import torch
 
 from loraplex.app.open_step_sizes import with_step_sizes
 from loraplex.app.rank import ModelRank, overlaps, rank_command, rank_of, world_of
@@ -103,7 +104,8 @@ def run_engine(model: ModelConfig, channel: EngineChannel, *, is_alone: bool = F
         # A collection of garbage that looked at all of torch would stop a step for 150 ms.
         gc.freeze()
     try:
-        EngineLoop(engine, channel, SystemClock()).run()
+        with torch.inference_mode():  # once, and not in each step
+            EngineLoop(engine, channel, SystemClock()).run()
     finally:
         engine.close()
 

@@ -326,7 +326,7 @@ class Planner:
 
         They keep their place in the order. What they had computed is of no use on the host.
         """
-        for sequence in [s for s in self._state.running if s.is_decoding and s.is_outgrown]:
+        for sequence in [s for s in self._state.running if s.is_outgrown and s.is_decoding]:
             self._state.requeue(sequence)
 
     def _plan_decodes(self, builder: PlanBuilder, claim: SpanClaim | None, now_ns: int) -> None:

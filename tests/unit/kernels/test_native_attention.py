@@ -380,3 +380,28 @@ def test_head_counts_that_do_not_divide_are_refused(library):
     layout = RowLayout([0, 1], [1], torch.zeros(1, 1, dtype=torch.int64))
     with pytest.raises(InternalError, match=naming("loraplex_paged_attention")):
         kernel.attend(torch.zeros(1, 5, 8), storage, kernel.plan(layout, shape, rules_of(shape)))
+
+
+def test_rows_that_decode_keep_their_plan(library):
+    kernel = kernel_of(library)
+    rows = PagedRows(kernel, [40, 90])
+    query = torch.randn(2, SHAPE.num_heads, SHAPE.head_dim)
+    rules = rules_of(SHAPE)
+
+    def attend(kernel, seq_lens, tables, starts):
+        plan = kernel.plan(RowLayout(starts, seq_lens, tables), SHAPE, rules)
+        return plan, kernel.attend(query, rows.storage, plan)
+
+    kept, _ = attend(kernel, [20, 70], rows.tables, [0, 1, 2])
+    for seq_lens in ([21, 71], [22, 72], [40, 90]):
+        plan, output = attend(kernel, seq_lens, rows.tables, [0, 1, 2])
+        assert plan is kept
+        _, expected = attend(kernel_of(library), seq_lens, rows.tables, [0, 1, 2])
+        assert torch.equal(output, expected)
+    others = ((rows.tables.clone(), [0, 1, 2]), (rows.tables[1:], [0, 2]))
+    for tables, starts in others:
+        seq_lens = [40, 90][-len(tables) :]
+        plan, output = attend(kernel, seq_lens, tables, starts)
+        assert plan is not kept
+        _, expected = attend(kernel_of(library), seq_lens, tables, starts)
+        assert torch.equal(output, expected)

@@ -57,19 +57,25 @@ class HostTensors:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._is_host = device.type == "cpu"
+        self._tables: tuple[IntArray, ...] = ()
+        self._table_tensors: tuple[torch.Tensor, ...] = ()
+        """The block tables of the last step, which `InputBatch` keeps while no row takes a block."""
 
     def batch(
         self, inputs: StepInputs, token_ids: Sequence[Sequence[int]], lora: LoraBatch | None
     ) -> ForwardBatch:
         """Knows neither padding nor tokens that are ON_DEVICE."""
         tokens = np.array(list(itertools.chain(*token_ids)), dtype=np.int64)
+        if inputs.block_tables is not self._tables:
+            self._tables = inputs.block_tables
+            self._table_tensors = tuple(map(self._tensor, self._tables))
         return ForwardBatch(
             token_ids=self._tensor(tokens),
             positions=self._tensor(inputs.positions),
             slot_mappings=tuple(map(self._tensor, inputs.slot_mappings)),
             rows=tuple(
-                RowLayout(inputs.query_start_loc, inputs.lengths_in(group), self._tensor(tables))
-                for group, tables in enumerate(inputs.block_tables)
+                RowLayout(inputs.query_start_loc, inputs.lengths_in(group), tables)
+                for group, tables in enumerate(self._table_tensors)
             ),
             logits_indices=self._tensor(inputs.logits_indices),
             lora=lora,

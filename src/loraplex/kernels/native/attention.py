@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from loraplex.kernels.host_tensors import zeroed
@@ -63,13 +64,26 @@ class NativeAttentionPlan:
 
     address: int
     step: _AttentionStep
+    rows: RowLayout
+    """Those that it was made for; later ones may differ from them in their lengths."""
+    seq_lens: npt.NDArray[np.int64]
     arrays: tuple[Any, ...]
-    """Whatever the step points into."""
+    """Whatever else the step points into."""
+
+    def fits(self, rows: RowLayout) -> bool:
+        """Whether rows differ from its own in their lengths alone, as while they decode."""
+        before = self.rows
+        return (
+            rows.block_tables is before.block_tables
+            and rows.query_start_loc == before.query_start_loc
+        )
 
 
 class NativeAttention:
     def __init__(self, library: NativeLibrary, pool: ThreadPool) -> None:
         self._pool = pool
+        self._plans: dict[tuple[AttentionShape, AttentionRules], NativeAttentionPlan] = {}
+        """The last plan of each kind."""
         self._output = library.output
         self._attend = library.function(
             "loraplex_paged_attention",
@@ -110,6 +124,11 @@ class NativeAttention:
     def plan(
         self, rows: RowLayout, shape: AttentionShape, rules: AttentionRules
     ) -> NativeAttentionPlan:
+        """Implement Kernels.plan_attention. A plan is valid until the next one of its kind."""
+        kept = self._plans.get((shape, rules))
+        if kept is not None and kept.fits(rows):
+            kept.seq_lens[:] = rows.seq_lens
+            return kept
         assert len(rules.alibi_slopes) in (0, shape.num_heads)
         query_start_loc = np.array(rows.query_start_loc, dtype=np.int64)
         seq_lens = np.array(rows.seq_lens, dtype=np.int64)
@@ -124,8 +143,10 @@ class NativeAttention:
             *(query_start_loc.ctypes.data, seq_lens.ctypes.data),
             *(block_tables.data_ptr(), block_tables.shape[1], int(rules.is_causal)),
         )
-        arrays = (query_start_loc, seq_lens, block_tables, slopes)
-        return NativeAttentionPlan(ctypes.addressof(step), step, arrays)
+        arrays = (query_start_loc, block_tables, slopes)
+        plan = NativeAttentionPlan(ctypes.addressof(step), step, rows, seq_lens, arrays)
+        self._plans[shape, rules] = plan
+        return plan
 
     def attend(
         self,

@@ -360,6 +360,8 @@ class AsyncEngine:
 
     def _handle(self, event: EngineEvent, link: EngineLink) -> None:
         match event:
+            case StepDone():  # first, as nearly all are
+                self._take_step(event)
             case EngineReady(capacity):
                 if self.num_restarts:
                     logger.warning("model %s: its engine is back", self.model)
@@ -373,8 +375,6 @@ class AsyncEngine:
                 self._settled.set()
             case EngineFailed(error):
                 self._cannot_start(error_from_info(error))
-            case StepDone():
-                self._take_step(event)
             case AdaptersReport(query_id, activity, stats):
                 self.stats = stats
                 self._activity.resolve(query_id, activity)
