@@ -67,7 +67,7 @@ class StepRecord(msgspec.Struct, frozen=True):
 
     @property
     def only_decodes(self) -> bool:
-        """Whether rows only went on: none joined, failed or lost its place, and no adapter moved."""
+        """Whether rows only went on: none joined, failed or was preempted, and no adapter moved."""
         return not (
             self.num_added
             or self.num_prefill_rows

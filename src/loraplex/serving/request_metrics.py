@@ -23,6 +23,8 @@ from loraplex.serving.wire_request import GenerationRecord, current_request
 MAX_LABELS = 100
 """Maximum number of adapters, and of tenants, that are labels of their own."""
 OTHERS = "other"
+_OBSERVED_NS = 100_000_000
+"""Interval at which tokens are counted: one by one that takes as long as their text."""
 
 TTFT_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -234,7 +236,10 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         """Finish reason of the sequence that ended last."""
         self._adapter: str | None = None
         """Its label; None before the first output."""
-        self._num_counted_tokens = 0
+        self._num_output_tokens = self._num_counted_tokens = 0
+        self._latencies: list[float] = []
+        """Seconds before each token that is not counted yet."""
+        self._counted_ns = self._admitted_ns
         self._is_over = False
         self._inter_token_latency = metrics.inter_token_latency.labels(model)
         self._generation_tokens = metrics.generation_tokens
@@ -284,17 +289,28 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
         for sequence in output.sequences:
             self._count_tokens(sequence.index, len(sequence.token_ids), now_ns)
             self._finish_reason = sequence.finish_reason or self._finish_reason
-        num_new = output.num_output_tokens - self._num_counted_tokens
-        if num_new > 0:
-            self._num_counted_tokens = output.num_output_tokens
-            self._generation_tokens.inc(num_new)
+        self._num_output_tokens = max(self._num_output_tokens, output.num_output_tokens)
+        if now_ns - self._counted_ns >= _OBSERVED_NS:
+            self._count_all(now_ns)
         if output.finished:
             self._count_times(output, now_ns)
             self._end(self._finish_reason or FinishReason.STOP)
             self._end_lease()
 
+    def _count_all(self, now_ns: int) -> None:
+        """Count the tokens since the last call."""
+        self._counted_ns = now_ns
+        for seconds in self._latencies:
+            self._inter_token_latency.observe(seconds)
+        self._latencies.clear()
+        num_new = self._num_output_tokens - self._num_counted_tokens
+        if num_new:
+            self._num_counted_tokens = self._num_output_tokens
+            self._generation_tokens.inc(num_new)
+
     def _end_lease(self, *, is_error: bool = False) -> None:
-        num_tokens = self._outputs.num_prompt_tokens + self._num_counted_tokens
+        self._count_all(self._clock.now_ns())
+        num_tokens = self._outputs.num_prompt_tokens + self._num_output_tokens
         self._lease.end(num_tokens, is_error=is_error)
 
     def _count_tokens(self, index: int, num_tokens: int, now_ns: int) -> None:
@@ -307,8 +323,7 @@ class ObservedOutputs(AsyncIterator[RequestOutput]):
             by_adapter.labels(self._model, self._adapter).observe(seconds)
         elif index in self._last_token_ns:
             share = _seconds(now_ns - self._last_token_ns[index]) / num_tokens
-            for _ in range(num_tokens):
-                self._inter_token_latency.observe(share)
+            self._latencies += [share] * num_tokens
         self._last_token_ns[index] = now_ns
 
     def _count_times(self, output: RequestOutput, now_ns: int) -> None:

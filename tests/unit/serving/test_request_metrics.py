@@ -134,6 +134,21 @@ async def test_a_request(metrics, clock):
     assert value(metrics, "request_queue_time_seconds_sum") == pytest.approx(0.020)
 
 
+async def test_tokens_are_counted_ten_times_a_second_and_at_the_end(metrics, clock):
+    times_ms = (10, 60, 105, 170, 190)
+    steps = [(at, output((0, 1, None), total=n)) for n, at in enumerate(times_ms, start=1)]
+    observed = metrics.observe(REQUEST, ScriptedOutputs(clock, steps), record(), Lease())
+    numbers = []
+    for _ in times_ms:
+        await anext(observed)
+        numbers.append(value(metrics, "generation_tokens_total", adapter=""))
+    assert numbers == [0, 0, 3, 3, 3]
+    assert value(metrics, "inter_token_latency_seconds_count") == 2
+    await observed.aclose()
+    assert value(metrics, "generation_tokens_total", adapter="") == 5
+    assert value(metrics, "inter_token_latency_seconds_count") == 4
+
+
 async def test_sequences_of_a_request_have_their_own_pace(metrics, clock):
     steps = [
         (10, output((0, 1, None), (1, 1, None), total=2)),

@@ -59,7 +59,7 @@ class HostTensors:
         self._is_host = device.type == "cpu"
         self._tables: tuple[IntArray, ...] = ()
         self._table_tensors: tuple[torch.Tensor, ...] = ()
-        """The block tables of the last step, which `InputBatch` keeps while no row takes a block."""
+        """Block tables of the last step: `InputBatch` keeps them while no row takes a block."""
 
     def batch(
         self, inputs: StepInputs, token_ids: Sequence[Sequence[int]], lora: LoraBatch | None

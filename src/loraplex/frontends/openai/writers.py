@@ -236,19 +236,15 @@ class CompletionWriter:
         request_index, output = item
         if not self._has_text_only:
             return None
-        templates = []
+        events = []
         for sequence in output.sequences:
             template = self._template(request_index, sequence)
             if template is None:
                 return None
-            templates.append(template)
+            if sequence.text:
+                events.append(template.with_text(sequence.text))
         self._usage.see(request_index, output)
-        texts = (sequence.text for sequence in output.sequences)
-        return b"".join(
-            template.with_text(text)
-            for template, text in zip(templates, texts, strict=True)
-            if text
-        )
+        return b"".join(events)
 
     def _template(self, request_index: int, sequence: SequenceOutput) -> EventTemplate | None:
         """Return the template of a choice that has begun."""

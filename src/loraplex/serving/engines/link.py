@@ -159,7 +159,7 @@ class ProcessLink:
         self._is_ready = False
         """Whether an event has come."""
         self._exited = asyncio.create_task(process.wait())
-        self._exited.add_done_callback(lambda _: endpoint.changed.set())
+        self._exited.add_done_callback(lambda _: endpoint.wake())
         self._has_all_events = False
         self._problem = ""
         """Why the process was killed from here."""
@@ -273,13 +273,12 @@ class ProcessLink:
             has_ended = self._exited.done()
             if has_ended and (self._has_all_events or endpoint.is_at_end):
                 return None
-            endpoint.changed.clear()
             if not has_ended:
-                await endpoint.changed.wait()
+                await endpoint.changed()
                 continue
             try:
                 async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                    await endpoint.changed.wait()
+                    await endpoint.changed()
             except TimeoutError:
                 return None
         return endpoint.frames.popleft()
@@ -297,8 +296,8 @@ class _Endpoint:
         """Messages with their epochs that have come, and were not received yet."""
         self.is_at_end = False
         """Whether the engine has closed its end, so that nothing more comes."""
-        self.changed = asyncio.Event()
-        """Set when there may be something new: messages, or for its owner the engine's end."""
+        self._waiting: asyncio.Future[None] | None = None
+        """What its owner awaits."""
         self._reader = FrameReader()
         self._unsent = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -313,6 +312,16 @@ class _Endpoint:
         except BaseException:
             self.close()
             raise
+
+    async def changed(self) -> None:
+        """Wait until there may be something new: messages, or for its owner the engine's end."""
+        self._waiting = self._loop.create_future()
+        await self._waiting
+
+    def wake(self) -> None:
+        """End the wait of its owner."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def write(self, data: bytes = b"") -> None:
         """Write data as soon as the engine reads it, after what waits; none: what waits.
@@ -378,7 +387,7 @@ class _Endpoint:
         else:
             self._stop_watching()
             self.is_at_end = True
-        self.changed.set()
+        self.wake()
 
     def _stop_watching(self) -> None:
         if self._socket.fileno() >= 0:
