@@ -170,10 +170,9 @@ class SocketChannel:
 
     def receive(self, timeout_seconds: float | None) -> EngineCommand | None:
         # Rounded up: a poll of 0 ms that comes back too early would make the loop spin.
-        timeout_ms = None if timeout_seconds is None else math.ceil(timeout_seconds * 1000)
+        timeout_ms = None if timeout_seconds is None else max(0, math.ceil(timeout_seconds * 1000))
         while not self._commands:
-            is_urgent = timeout_ms is not None and timeout_ms <= 0
-            if not is_urgent and not self._poll.poll(timeout_ms):
+            if not self._poll.poll(timeout_ms):  # mostly: to read nothing would raise
                 return None
             try:
                 data = self._socket.recv(READ_BYTES, socket.MSG_DONTWAIT)

@@ -52,6 +52,9 @@ class ResultAbsorber:
     def _publish(self, sequence: Sequence) -> None:
         """Offer full blocks to the prefix cache, and free those that a window has passed."""
         request, kv = sequence.request.engine_request, self._state.kv
+        has_full_block = sequence.num_computed_tokens // kv.block_size > sequence.num_hashed_blocks
+        if not (has_full_block or kv.frees_early or sequence.image_cells):
+            return
         num_released = sequence.num_hashed_blocks * kv.block_size
         sequence.num_hashed_blocks = kv.publish(
             sequence.token_ids,

@@ -353,6 +353,8 @@ class SchedulerState:
 
     def _fill(self, request: Request) -> None:
         """Let the next sequences that are held back take the place of those that ended."""
+        if not request.held_back:
+            return
         num_unheld = request.num_unfinished - len(request.held_back)
         num_next = max(0, request.max_unheld - num_unheld)
         for sequence in request.held_back[:num_next]:

@@ -316,7 +316,8 @@ class StepComputer:
         else:
             newest = self._sampler.last_token(step.slot)
             token_ids = [ON_DEVICE if newest is None else newest]
-            token_ids += [self._in_vocabulary(token_id) for token_id in step.draft_token_ids]
+            if step.draft_token_ids:
+                token_ids += map(self._in_vocabulary, step.draft_token_ids)
         assert len(token_ids) == step.num_tokens, "a token for each position"
         return token_ids
 

@@ -243,6 +243,8 @@ class ModelRunner:
         for handle, _ in adapters:
             if not self._adapter_bank.holds(handle):
                 return f"adapter {handle} is not on the device"
+        if step.token_ids is None and not step.draft_token_ids:
+            return None
         return self._outside((*(step.token_ids or ()), *step.draft_token_ids))
 
     def _outside(self, token_ids: Iterable[int]) -> str | None:
