@@ -22,6 +22,7 @@ from loraplex.core.gguf import BlockType, read_gguf
 from loraplex.core.gguf_names import HeadLayout, family_of, hugging_face_name
 from loraplex.execution.weights.quantized.four_bit_floats import e2m1
 from loraplex.execution.weights.quantized.stored_weight import StoredWeight
+from loraplex.execution.weights.read_ahead import ReadAhead
 from loraplex.kernels.block_rows import BLOCK_TYPES, BlockRows, joined_rows
 from loraplex.kernels.quantization import ScaleLevels
 from loraplex.models.spec import LayerSpec, ModelSpec
@@ -259,11 +260,15 @@ class GgufWeights:
         parts = {part for parts in self._joined.values() for part in parts}
         self.names: Sequence[str] = [*self._joined, *(n for n in self._tensors if n not in parts)]
         self._mappings: dict[Path, torch.Tensor] = {}
+        self._reading: dict[Path, ReadAhead] = {}
 
     def __enter__(self) -> "GgufWeights":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        for reading in self._reading.values():
+            reading.close()
+        self._reading.clear()
         self._mappings.clear()
 
     def tensor(self, name: str) -> Any:
@@ -298,6 +303,7 @@ class GgufWeights:
         if described.kind not in BLOCK_TYPES.values() or len(described.shape) < 2:
             return None
         data = self._mapped(described.path)[described.start :][: described.num_bytes]
+        self._reading[described.path].want(described.start + described.num_bytes)
         if data.numel() < described.num_bytes:
             return None  # the file became shorter: `_read` has the message
         if self._family.file_columns(name, self._heads(name)) is not None:
@@ -307,8 +313,9 @@ class GgufWeights:
         return found if rows is None else found.rows(lambda tensor: tensor[rows])
 
     def _mapped(self, path: Path) -> torch.Tensor:
-        """Return all bytes of a file, which are read when they are looked at."""
+        """Return all bytes of a file, which are read when they are looked at or a little before."""
         if path not in self._mappings:
+            self._reading[path] = ReadAhead(path)
             self._mappings[path] = torch.from_file(
                 str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
             )
