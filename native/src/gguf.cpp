@@ -78,7 +78,7 @@ void put_super_block(const SuperBlock &block, int added, std::int64_t per_group,
 
 template <typename W, typename Type>
 constexpr bool has_values_of() {
-    return std::is_same_v<W, Super6> || std::is_same_v<Type, Q4K>;
+    return std::is_same_v<W, Super6> || Type::kIsNarrow;
 }
 
 template <typename W>

@@ -46,11 +46,65 @@ inline void decode_scales(const std::uint8_t *block, SuperBlock &result) {
     }
 }
 
+// Value 128 h + 32 j + i has bits 2 j and 2 j + 1 of byte 32 h + i.
+inline void decode_low_two_bits(const std::uint8_t *bytes, std::uint8_t *codes) {
+    for (int row = 0; row < kBlockValues / 32; ++row) {
+        for (int i = 0; i < 32; ++i) {
+            codes[32 * row + i] = bytes[row / 4 * 32 + i] >> row % 4 * 2 & 3;
+        }
+    }
+}
+
+struct Q2K {
+    static constexpr int kBytes = 84;
+    static constexpr int kGroupSize = 16;
+    static constexpr int kZero = 0;
+    static constexpr bool kHasMinima = true;
+    static constexpr bool kIsNarrow = true;
+
+    static void decode(const std::uint8_t *block, SuperBlock &result) {
+        for (int i = 0; i < 16; ++i) {
+            result.factors[i] = static_cast<std::int8_t>(block[i] & 15);
+            result.minima[i] = static_cast<std::int8_t>(block[i] >> 4);
+        }
+        decode_low_two_bits(block + 16, result.codes);
+        result.scale = read_half(block + 80);
+        result.minimum_scale = read_half(block + 82);
+    }
+};
+
+// d f (q - 4) = d f q - d (4 f), and 4 f fits in 8 bits.
+struct Q3K {
+    static constexpr int kBytes = 110;
+    static constexpr int kGroupSize = 16;
+    static constexpr int kZero = 0;
+    static constexpr bool kHasMinima = true;
+    static constexpr bool kIsNarrow = true;
+
+    static void decode(const std::uint8_t *block, SuperBlock &result) {
+        decode_low_two_bits(block + 32, result.codes);
+        for (int row = 0; row < kBlockValues / 32; ++row) {
+            for (int i = 0; i < 32; ++i) {
+                result.codes[32 * row + i] |= (block[i] >> row & 1) << 2;
+            }
+        }
+        // Factors have 6 bits: the low four in the halves of eight bytes, the high two in four bytes.
+        for (int i = 0; i < 16; ++i) {
+            const int low = block[96 + i % 8] >> i / 8 * 4 & 15;
+            const int factor = (low | (block[104 + i % 4] >> i / 4 * 2 & 3) << 4) - 32;
+            result.factors[i] = static_cast<std::int8_t>(factor);
+            result.minima[i] = static_cast<std::int8_t>(4 * factor);
+        }
+        result.scale = result.minimum_scale = read_half(block + 108);
+    }
+};
+
 struct Q4K {
     static constexpr int kBytes = 144;
     static constexpr int kGroupSize = 32;
     static constexpr int kZero = 0;
     static constexpr bool kHasMinima = true;
+    static constexpr bool kIsNarrow = true;
 
     static void decode(const std::uint8_t *block, SuperBlock &result) {
         decode_scales(block, result);
@@ -71,6 +125,7 @@ struct Q5K {
     static constexpr int kGroupSize = 32;
     static constexpr int kZero = 0;
     static constexpr bool kHasMinima = true;
+    static constexpr bool kIsNarrow = false;
 
     static void decode(const std::uint8_t *block, SuperBlock &result) {
         decode_scales(block, result);
@@ -92,6 +147,7 @@ struct Q6K {
     static constexpr int kGroupSize = 16;
     static constexpr int kZero = 32;
     static constexpr bool kHasMinima = false;
+    static constexpr bool kIsNarrow = false;
 
     static void decode(const std::uint8_t *block, SuperBlock &result) {
         for (int half = 0; half < 2; ++half) {
@@ -116,6 +172,10 @@ struct Q6K {
 template <typename Body>
 loraplex_status for_gguf_type(loraplex_gguf_type type, const Body &body) {
     switch (type) {
+        case LORAPLEX_GGUF_Q2_K:
+            return body(Q2K{});
+        case LORAPLEX_GGUF_Q3_K:
+            return body(Q3K{});
         case LORAPLEX_GGUF_Q4_K:
             return body(Q4K{});
         case LORAPLEX_GGUF_Q5_K:

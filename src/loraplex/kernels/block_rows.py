@@ -9,11 +9,8 @@ import torch
 
 from loraplex.core.gguf import BlockType
 
-_DECODED_BEFORE: Final = frozenset(
-    (BlockType.F32, BlockType.F16, BlockType.BF16, BlockType.Q2_K, BlockType.Q3_K)
-)
 BLOCK_TYPES: Final[Mapping[int, BlockType]] = MappingProxyType(
-    {kind.number: kind for kind in BlockType if kind not in _DECODED_BEFORE}
+    {kind.number: kind for kind in BlockType if kind.num_values > 1}
 )
 """Types of blocks by their numbers in files, which are those of native/include/loraplex/gguf.h."""
 

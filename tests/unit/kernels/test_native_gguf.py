@@ -26,7 +26,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 BIAS = torch.arange(200.0)
-MIXES = [("Q4_K",), ("Q5_K",), ("Q6_K",), ("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q6_K", "Q6_K")]
+MIXES = [
+    *(("Q2_K",), ("Q3_K",), ("Q4_K",), ("Q5_K",), ("Q6_K",)),
+    *(("Q4_K", "Q6_K"), ("Q4_K", "Q5_K"), ("Q6_K", "Q6_K")),
+    *(("Q2_K", "Q3_K"), ("Q3_K", "Q4_K", "Q2_K"), ("Q3_K", "Q5_K"), ("Q6_K", "Q2_K")),
+]
 GROUPS = {
     ("Q4_0",): "INT4_BY_INT8",
     ("Q4_1",): "INT4_OFFSETS",

@@ -41,8 +41,10 @@ _GROUP_FORMS: Final = {
     BlockType.IQ4_XS.number: _GroupForm(4, table="nl"),
     BlockType.MXFP4.number: _GroupForm(4, table="e2m1"),
 }
-_Q4_K: Final = {BlockType.Q4_K.number}
 _Q6_K: Final = {BlockType.Q6_K.number}
+_NARROW: Final = {kind.number for kind in (BlockType.Q2_K, BlockType.Q3_K, BlockType.Q4_K)}
+_IN_THIRTY_TWOS: Final = {BlockType.Q4_K.number, BlockType.Q5_K.number}
+"""Types of super-blocks whose groups have 32 values; others have 16."""
 
 
 class NativeGguf:
@@ -101,11 +103,10 @@ def _kind_of(types: set[int]) -> tuple[WeightKind | None, int]:
     forms = [_GROUP_FORMS[number] for number in types if number in _GROUP_FORMS]
     if forms:
         return (_kind_of_groups(forms) if len(forms) == len(types) else None), _GROUP_SIZE
-    if types == _Q4_K:
-        return WeightKind.SUPER4, 32
-    if types == _Q6_K:
-        return WeightKind.SUPER6, 16
-    return WeightKind.SUPER6_OFFSETS, 16 if types & _Q6_K else 32
+    group_size = 32 if types <= _IN_THIRTY_TWOS else 16
+    if types <= _NARROW:
+        return WeightKind.SUPER4, group_size
+    return WeightKind.SUPER6 if types == _Q6_K else WeightKind.SUPER6_OFFSETS, group_size
 
 
 def _kind_of_groups(forms: Sequence[_GroupForm]) -> WeightKind | None:
