@@ -19,6 +19,7 @@
 #include "lora_shrink.h"
 #include "lora_vectors.h"
 #include "packed_weight.h"
+#include "tiles.h"
 
 namespace loraplex {
 namespace {
@@ -27,11 +28,21 @@ constexpr std::int64_t kRanksPerTile = kShrinkRows;  // of all modules together
 constexpr std::int64_t kExpandTokens = 24;    // a multiple of kMaxProductRows
 constexpr std::int64_t kExpandColumns = 512;  // float32 sums of kMaxProductRows fit the L1 cache
 constexpr std::int64_t kExpandDepth = 16;     // rows of B read side by side
+constexpr std::int64_t kWholeTiles = 4;  // for each thread: with fewer, threads end apart
+// Elements of a module's matrices: more come at full speed by themselves, and do not stay near.
+constexpr std::int64_t kMostReadAhead = 32 * 1024;
 
 struct Place {
     std::int64_t rank;
     std::int64_t offset;
     float scale;
+};
+
+// Of one module.
+struct Columns {
+    std::int64_t module;
+    std::int64_t first;
+    std::int64_t count;
 };
 
 // last_expert: what is added to the modules' numbers, at most.
@@ -64,6 +75,51 @@ public:
             return;
         }
         allocate();
+        const bool are_whole =
+            channel_ == nullptr && fewest_tiles() >= kWholeTiles * pool_.num_threads();
+        if (!are_whole) {
+            shrink_all();
+        }
+        for (std::int64_t wave = 0; wave < groups_.num_waves; ++wave) {
+            const std::int64_t first_tile = tiles_before(wave);
+            const std::int64_t num_tiles = tiles_before(wave + 1) - first_tile;
+            if (are_whole) {
+                run_lora_tiles(pool_, work_, num_tiles, [&](std::int64_t i, int worker) {
+                    const std::int64_t next = i + pool_.num_threads();
+                    add_whole(expand_tiles_[first_tile + i],
+                              next < num_tiles ? expand_tiles_[first_tile + next] : LoraTile{},
+                              worker);
+                });
+            } else {
+                const auto expand_one = [&](std::int64_t i, int worker) {
+                    expand(expand_tiles_[first_tile + i / column_tiles_],
+                           columns_of(i % column_tiles_), worker);
+                };
+                run_lora_tiles(pool_, work_, num_tiles * column_tiles_, expand_one);
+            }
+        }
+    }
+
+private:
+    // Number of expand_tiles_ of the waves before this one.
+    std::int64_t tiles_before(std::int64_t wave) const {
+        const std::int64_t end = groups_.wave_starts[wave];
+        return std::partition_point(expand_tiles_, expand_tiles_ + num_expand_tiles_,
+                                    [end](const LoraTile &tile) { return tile.group < end; }) -
+               expand_tiles_;
+    }
+
+    // Of the wave that has the fewest.
+    std::int64_t fewest_tiles() const {
+        std::int64_t fewest = num_expand_tiles_;
+        for (std::int64_t wave = 0; wave < groups_.num_waves; ++wave) {
+            fewest = std::min(fewest, tiles_before(wave + 1) - tiles_before(wave));
+        }
+        return fewest;
+    }
+
+    // Of all waves.
+    void shrink_all() {
         const std::int64_t rank_tiles = (max_ranks_ + kRanksPerTile - 1) / kRanksPerTile;
         const auto shrink_one = [&](std::int64_t i, int worker) {
             shrink(shrink_tiles_[i / rank_tiles], i % rank_tiles * kRanksPerTile, worker);
@@ -74,22 +130,34 @@ public:
         }
         run_lora_tiles(pool_, groups_.num_rows() * max_ranks_, num_shrink_tiles_,
                        [&](std::int64_t i, int) { scale(shrink_tiles_[i]); });
-        std::int64_t first_tile = 0;
-        for (std::int64_t wave = 0; wave < groups_.num_waves; ++wave) {
-            std::int64_t end_tile = first_tile;
-            while (end_tile < num_expand_tiles_ &&
-                   expand_tiles_[end_tile].group < groups_.wave_starts[wave + 1]) {
-                ++end_tile;
+    }
+
+    // Both products of a tile by one thread, so that none waits for others between them. Meanwhile
+    // what `next`, which this thread is likely to take then, reads comes near: memory serves small
+    // pieces in any order at half its speed, unless they are asked for early.
+    void add_whole(const LoraTile &tile, const LoraTile &next, int worker) const {
+        for (std::int64_t t = 0; t < tile.count; t += kShrinkTokens) {
+            const LoraTile part{tile.group, tile.first + t, std::min(kShrinkTokens, tile.count - t)};
+            for (std::int64_t i = t; i < std::min(next.count, t + kShrinkTokens); ++i) {
+                x_.read_ahead(input_row(next.first + i), 0, linear_.in_features);
             }
-            const auto expand_one = [&](std::int64_t i, int worker) {
-                expand(expand_tiles_[first_tile + i / column_tiles_], i % column_tiles_, worker);
-            };
-            run_lora_tiles(pool_, work_, (end_tile - first_tile) * column_tiles_, expand_one);
-            first_tile = end_tile;
+            for (std::int64_t rank = 0; rank < max_ranks_; rank += kRanksPerTile) {
+                shrink(part, rank, worker);
+            }
+        }
+        scale(tile);
+        for (std::int64_t column_tile = 0; column_tile < column_tiles_; ++column_tile) {
+            const Columns columns = columns_of(column_tile);
+            if (next.count > 0 && next.group != tile.group && columns.first == 0) {
+                read_pages_ahead(next.group, columns.module);
+            }
+            for (std::int64_t i = 0; i < next.count; ++i) {
+                y_.read_ahead(groups_.rows[next.first + i], output(columns), columns.count);
+            }
+            expand(tile, columns, worker);
         }
     }
 
-private:
     Place place(std::int64_t group, std::int64_t module) const {
         const std::int64_t cell =
             (groups_.entries[group] * step_.num_layers + layer_) * step_.num_modules +
@@ -97,11 +165,44 @@ private:
         return {step_.ranks[cell], step_.offsets[cell], step_.scales[cell]};
     }
 
+    void read_pages_ahead(std::int64_t group, std::int64_t module) const {
+        const Place at = place(group, module);
+        const std::int64_t size =
+            at.rank * (linear_.in_features + linear_.out_features[module]);
+        if (size <= kMostReadAhead) {
+            read_ahead(pages_ + at.offset, size);
+        }
+    }
+
+    Columns columns_of(std::int64_t column_tile) const {
+        std::int64_t module = 0, first = column_tile * kExpandColumns;
+        for (; first >= linear_.out_features[module]; ++module) {
+            first -= divide_up(linear_.out_features[module], kExpandColumns) * kExpandColumns;
+        }
+        return {module, first, std::min(kExpandColumns, linear_.out_features[module] - first)};
+    }
+
+    // Of y, the first one.
+    std::int64_t output(const Columns &columns) const {
+        return linear_.out_offsets[columns.module] + columns.first;
+    }
+
+    // Columns of B transposed.
+    Matrix<const Page> expansion(std::int64_t group, const Columns &columns) const {
+        const Place at = place(group, columns.module);
+        return {pages_ + at.offset + at.rank * linear_.in_features + columns.first,
+                linear_.out_features[columns.module]};
+    }
+
+    std::int64_t input_row(std::int64_t index) const {
+        return groups_.rows[index] / groups_.rows_per_input;
+    }
+
     void measure() {
         std::int64_t out_features = 0;
         for (std::int64_t module = 0; module < linear_.num_modules; ++module) {
             out_features += linear_.out_features[module];
-            column_tiles_ += (linear_.out_features[module] + kExpandColumns - 1) / kExpandColumns;
+            column_tiles_ += divide_up(linear_.out_features[module], kExpandColumns);
         }
         for (std::int64_t group = 0; group < groups_.num_groups; ++group) {
             std::int64_t ranks = 0;
@@ -182,44 +283,32 @@ private:
         const float *inputs[kShrinkTokens];
         float *wide = worker_floats(worker);
         for (std::int64_t t = 0; t < tile.count; ++t) {
-            inputs[t] = x_.widened(groups_.rows[tile.first + t] / groups_.rows_per_input, 0,
-                                   linear_.in_features, wide + t * linear_.in_features);
+            inputs[t] = x_.widened(input_row(tile.first + t), 0, linear_.in_features,
+                                   wide + t * linear_.in_features);
         }
         dot_blocks(inputs, static_cast<int>(tile.count), rows, num_rows,
                    {0, linear_.in_features}, linear_.num_blocks,
                    reduced_.at(tile.first, first_rank));
     }
 
-    void expand(const LoraTile &tile, std::int64_t column_tile, int worker) const {
-        std::int64_t module = 0, ranks_before = 0;
-        while (true) {
-            const std::int64_t out_features = linear_.out_features[module];
-            const std::int64_t num_tiles = (out_features + kExpandColumns - 1) / kExpandColumns;
-            if (column_tile < num_tiles) {
-                break;
-            }
-            column_tile -= num_tiles;
-            ranks_before += place(tile.group, module).rank;
-            ++module;
-        }
-        const Place at = place(tile.group, module);
-        if (at.rank == 0) {
+    void expand(const LoraTile &tile, const Columns &columns, int worker) const {
+        const std::int64_t rank = place(tile.group, columns.module).rank;
+        if (rank == 0) {
             return;
         }
-        const std::int64_t first = column_tile * kExpandColumns;
-        const std::int64_t columns =
-            std::min(kExpandColumns, linear_.out_features[module] - first);
-        const Matrix<const Page> b{
-            pages_ + at.offset + at.rank * linear_.in_features + first,
-            linear_.out_features[module]};
+        std::int64_t ranks_before = 0;
+        for (std::int64_t module = 0; module < columns.module; ++module) {
+            ranks_before += place(tile.group, module).rank;
+        }
+        const Matrix<const Page> b = expansion(tile.group, columns);
         const Matrix<float> sums{worker_floats(worker), kExpandColumns};
         for (std::int64_t t = 0; t < tile.count; t += kMaxProductRows) {
             const std::int64_t count = std::min<std::int64_t>(kMaxProductRows, tile.count - t);
             const Matrix<float> reduced = reduced_.at(tile.first + t, ranks_before);
-            multiply_ranks(count, columns, at.rank, {reduced.data, reduced.stride}, b, sums);
+            multiply_ranks(count, columns.count, rank, {reduced.data, reduced.stride}, b, sums);
             for (std::int64_t i = 0; i < count; ++i) {
-                y_.add(groups_.rows[tile.first + t + i], linear_.out_offsets[module] + first,
-                       columns, sums.row(i));
+                y_.add(groups_.rows[tile.first + t + i], output(columns), columns.count,
+                       sums.row(i));
             }
         }
     }

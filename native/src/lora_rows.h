@@ -4,6 +4,7 @@
 // themselves are compiled for the types of pages only.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <stdexcept>
 #include <type_traits>
@@ -13,12 +14,22 @@
 
 namespace loraplex {
 
+// Into the nearest cache.
+template <typename T>
+inline void read_ahead(const T *elements, std::int64_t count) {
+    constexpr std::int64_t kLine = 64 / sizeof(T);
+    for (std::int64_t i = 0; i < count; i += kLine) {
+        __builtin_prefetch(elements + i);
+    }
+}
+
 // x[rows, stride]
 class InputRows {
 public:
     InputRows(loraplex_dtype dtype, const void *x, std::int64_t stride) : x_(x), stride_(stride) {
         const loraplex_status status = for_dtype(dtype, [this]<typename T>(T) {
             widened_ = &widened_elements<T>;
+            size_ = sizeof(T);
             return LORAPLEX_OK;
         });
         if (status != LORAPLEX_OK) {
@@ -30,6 +41,11 @@ public:
     const float *widened(std::int64_t row, std::int64_t first, std::int64_t count,
                          float *memory) const {
         return widened_(x_, row * stride_ + first, count, memory);
+    }
+
+    void read_ahead(std::int64_t row, std::int64_t first, std::int64_t count) const {
+        const auto *bytes = static_cast<const std::byte *>(x_);
+        loraplex::read_ahead(bytes + (row * stride_ + first) * size_, count * size_);
     }
 
 private:
@@ -53,6 +69,7 @@ private:
 
     const void *x_;
     std::int64_t stride_;
+    std::int64_t size_ = 0;  // of an element
     const float *(*widened_)(const void *, std::int64_t, std::int64_t, float *) = nullptr;
 };
 

@@ -14,9 +14,13 @@ namespace loraplex {
 
 inline constexpr std::int64_t kShrinkTokens = 4;
 inline constexpr std::int64_t kShrinkRows = 24;
-// kTokens * kRows accumulators, the rows' and one token's vector fit in 16 registers.
+// kTokens * kRows accumulators, the rows' and one token's vector fit in the registers.
 inline constexpr int kRowsOfOneToken = 8;
-inline constexpr int kRowsOfTokens = 3;
+#if defined(LORAPLEX_ISA_X86_64_V4) || defined(LORAPLEX_ISA_NEON)
+inline constexpr int kRowsOfTokens = 6;  // of 32
+#else
+inline constexpr int kRowsOfTokens = 3;  // of 16
+#endif
 
 struct Elements {
     std::int64_t first;

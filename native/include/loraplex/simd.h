@@ -46,27 +46,32 @@ inline void store_first(T *target, Floats value, int count) {
     std::memcpy(target, lanes, static_cast<std::size_t>(count) * sizeof(T));
 }
 
-// Lanes are added pairwise, in one order on every instruction set with as many lanes.
+// Lane i is joined with lane i + kWidth of 2 * kWidth, until one is left: the same order on every
+// instruction set with as many lanes. Each width is a type's, else compilers make a loop of it that
+// takes several times as long.
+template <int kWidth, typename Join>
+inline float join_lanes(const float *lanes, const Join &join) {
+    float joined[kWidth];
+    for (int lane = 0; lane < kWidth; ++lane) {
+        joined[lane] = join(lanes[lane], lanes[lane + kWidth]);
+    }
+    if constexpr (kWidth == 1) {
+        return joined[0];
+    } else {
+        return join_lanes<kWidth / 2>(joined, join);
+    }
+}
+
 inline float sum_lanes(Floats value) {
     float lanes[kLanes];
     store(lanes, value);
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-        for (int lane = 0; lane < width; ++lane) {
-            lanes[lane] += lanes[lane + width];
-        }
-    }
-    return lanes[0];
+    return join_lanes<kLanes / 2>(lanes, [](float a, float b) { return a + b; });
 }
 
 inline float max_lane(Floats value) {
     float lanes[kLanes];
     store(lanes, value);
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-        for (int lane = 0; lane < width; ++lane) {
-            lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
-        }
-    }
-    return lanes[0];
+    return join_lanes<kLanes / 2>(lanes, [](float a, float b) { return a > b ? a : b; });
 }
 
 }  // namespace loraplex

@@ -191,6 +191,34 @@ def test_a_token_s_bits_do_not_depend_on_its_company_or_on_threads(library, size
         assert torch.equal(part, together[first:end])
 
 
+@DTYPES
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_tile_of_one_thread_has_the_bits_of_tiles_of_all(library, sizes, dtype):
+    """One thread computes both products of its tokens where adapters or tokens are many."""
+    case = Case(40, RANKS["mixed"], sizes=sizes, dtype=dtype)
+    y, x = case.inputs(300)
+    for uses in (
+        [LoraUse(0, entry, 7 * entry, 1 + entry % 7, 0.5) for entry in range(40)],
+        [LoraUse(0, 3, 10, 260, 2.0)],
+        [LoraUse(wave, 39 * wave, 0, 300, 1.0) for wave in range(2)],
+    ):
+        batch = lora_batch(case.pool, case.table, uses)
+        expected = case.expected(y, x, batch)
+        together = case.add(kernel_of(library, 2), y.clone(), x, batch)
+        assert relative_error(together, expected) < 2 * TOLERANCE[dtype]
+        # So many threads that none has enough tiles.
+        assert torch.equal(case.add(kernel_of(library, 16), y.clone(), x, batch), together)
+        for token in (0, 14, 133, 269):
+            own = [
+                use._replace(first_token=0, num_tokens=1)
+                for use in uses
+                if 0 <= token - use.first_token < use.num_tokens
+            ]
+            alone = lora_batch(case.pool, case.table, own)
+            part = case.add(kernel_of(library, 1), y[token : token + 1].clone(), x[token:], alone)
+            assert torch.equal(part[0], together[token])
+
+
 def test_several_adapters_of_a_token_add_up_in_the_order_of_the_groups(library):
     case = Case(3, (4,), dtype=torch.bfloat16)
     y, x = case.inputs(3)
