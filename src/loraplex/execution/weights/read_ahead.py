@@ -60,5 +60,5 @@ def _is_cached(descriptor: int, position: int) -> bool:
     """Return whether a byte is in memory: its piece is then as well, as a rule."""
     try:
         return os.preadv(descriptor, [bytearray(1)], position, os.RWF_NOWAIT) > 0
-    except OSError:  # it is not, or the file system does not report it
+    except (AttributeError, OSError):  # it is not, or the system does not report it
         return False
