@@ -165,7 +165,8 @@ private:
         return {step_.ranks[cell], step_.offsets[cell], step_.scales[cell]};
     }
 
-    void read_pages_ahead(std::int64_t group, std::int64_t module) const {
+    __attribute__((always_inline)) void read_pages_ahead(std::int64_t group,
+                                                         std::int64_t module) const {
         const Place at = place(group, module);
         const std::int64_t size =
             at.rank * (linear_.in_features + linear_.out_features[module]);
