@@ -60,20 +60,8 @@ inline Ints add_to_all(Ints sums, std::int32_t value) {
     return _mm512_add_epi32(sums, _mm512_set1_epi32(value));
 }
 
-// The four inputs of a row in each lane. In assembly: a compiler would load those of all rows first,
-// and has no registers for them.
-__attribute__((always_inline)) inline Fours broadcast_fours(const std::int8_t *inputs) {
-    Fours fours;
-    asm("vpbroadcastd %1, %0"
-        : "=v"(fours)
-        : "m"(*reinterpret_cast<const FourBytes *>(inputs)));
-    return fours;
-}
-
-// In assembly: the library must load without it.
-__attribute__((always_inline)) inline Ints add_fours(Fours inputs, Fours weights, Ints sum) {
-    asm("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(inputs), "v"(weights));
-    return sum;
+inline Ints add_fours(Fours inputs, Fours weights, Ints sum) {
+    return VnniFours{}(sum, weights, inputs);
 }
 
 }  // namespace loraplex

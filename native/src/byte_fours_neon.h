@@ -35,11 +35,6 @@ inline Ints add_to_all(Ints sums, std::int32_t value) {
     return vaddq_s32(sums, vdupq_n_s32(value));
 }
 
-// The four inputs of a row in each lane.
-inline int8x16_t broadcast_fours(const std::int8_t *inputs) {
-    return vreinterpretq_s8_s32(vdupq_n_s32(*reinterpret_cast<const FourBytes *>(inputs)));
-}
-
 // In assembly: the library must load without it.
 __attribute__((always_inline)) inline Ints add_fours(int8x16_t inputs, int8x16_t weights,
                                                      Ints sum) {

@@ -260,13 +260,12 @@ struct SuperBlockProduct {
             outer_product(
                 sums,
                 [x](int row) {
-                    return reinterpret_cast<const FourBytes *>(x + row * RowInputs::kStride) +
-                           kFour;
+                    return broadcast_fours(x + row * RowInputs::kStride + 4 * kFour);
                 },
                 [&](int vector) __attribute__((always_inline)) {
                     return load_fours<W, kFour>(at(values, vector, stride, 4));
                 },
-                [](const FourBytes *inputs, Fours fours, Ints sum)
+                [](auto inputs, Fours fours, Ints sum)
                     __attribute__((always_inline)) { return Dot{}(sum, fours, inputs); });
         }
 

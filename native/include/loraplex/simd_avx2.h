@@ -205,20 +205,23 @@ inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
 
 inline Fours unite(Fours a, Fours b) { return _mm256_or_si256(a, b); }
 
+// Four bytes of inputs in each lane.
+inline __m256i broadcast_fours(const std::int8_t *inputs) {
+    return _mm256_set1_epi32(*reinterpret_cast<const FourBytes *>(inputs));
+}
+
 // sum + the four products of each lane; weights are 0 .. 63, so that two products fit in 16 bits.
 struct PlainFours {
-    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
-        const __m256i pairs = _mm256_maddubs_epi16(weights, _mm256_set1_epi32(*inputs));
+    Ints operator()(Ints sum, Fours weights, __m256i inputs) const {
+        const __m256i pairs = _mm256_maddubs_epi16(weights, inputs);
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
 };
 
 // The same in one instruction of AVX-VNNI. In assembly: the library must load without it.
 struct VnniFours {
-    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
-        asm("%{vex%} vpdpbusd %2, %1, %0"
-            : "+x"(sum)
-            : "x"(weights), "x"(_mm256_set1_epi32(*inputs)));
+    Ints operator()(Ints sum, Fours weights, __m256i inputs) const {
+        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(weights), "x"(inputs));
         return sum;
     }
 };

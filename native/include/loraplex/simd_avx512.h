@@ -173,20 +173,26 @@ inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
 
 inline Fours unite(Fours a, Fours b) { return _mm512_or_si512(a, b); }
 
+// Four bytes of inputs in each lane. In assembly: a compiler would load those of all rows first, and
+// has no registers for them.
+__attribute__((always_inline)) inline Fours broadcast_fours(const std::int8_t *inputs) {
+    Fours fours;
+    asm("vpbroadcastd %1, %0" : "=v"(fours) : "m"(*reinterpret_cast<const FourBytes *>(inputs)));
+    return fours;
+}
+
 // sum + the four products of each lane; weights are 0 .. 63, so that two products fit in 16 bits.
 struct PlainFours {
-    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
-        const __m512i pairs = _mm512_maddubs_epi16(weights, _mm512_set1_epi32(*inputs));
+    Ints operator()(Ints sum, Fours weights, Fours inputs) const {
+        const __m512i pairs = _mm512_maddubs_epi16(weights, inputs);
         return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
     }
 };
 
-// The same in one instruction of AVX512-VNNI. In assembly: the library must load without it. Inputs
-// from memory: a compiler would load those of all rows first, and has no registers for them.
+// The same in one instruction of AVX512-VNNI. In assembly: the library must load without it.
 struct VnniFours {
-    __attribute__((always_inline)) Ints operator()(Ints sum, Fours weights,
-                                                   const FourBytes *inputs) const {
-        asm("vpdpbusd %1%{1to16%}, %2, %0" : "+v"(sum) : "m"(*inputs), "v"(weights));
+    __attribute__((always_inline)) Ints operator()(Ints sum, Fours weights, Fours inputs) const {
+        asm("vpdpbusd %1, %2, %0" : "+v"(sum) : "v"(inputs), "v"(weights));
         return sum;
     }
 };

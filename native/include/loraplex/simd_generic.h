@@ -174,11 +174,16 @@ inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
 
 inline Fours unite(Fours a, Fours b) { return a | b; }
 
+// Four bytes of inputs, for each lane.
+inline FourBytes broadcast_fours(const std::int8_t *inputs) {
+    return *reinterpret_cast<const FourBytes *>(inputs);
+}
+
 // sum + the four products of each lane; weights are 0 .. 63.
 struct PlainFours {
-    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
+    Ints operator()(Ints sum, Fours weights, FourBytes inputs) const {
         std::int8_t x[4];
-        std::memcpy(x, inputs, sizeof(x));
+        std::memcpy(x, &inputs, sizeof(x));
         for (int lane = 0; lane < kLanes; ++lane) {
             for (int i = 0; i < 4; ++i) {
                 sum[lane] += weights[4 * lane + i] * x[i];

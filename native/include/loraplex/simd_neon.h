@@ -155,13 +155,17 @@ inline Fours load_bits(const std::uint8_t *fours, std::uint8_t mask) {
 
 inline Fours unite(Fours a, Fours b) { return vorrq_u8(a, b); }
 
+// Four bytes of inputs in each lane.
+inline int8x16_t broadcast_fours(const std::int8_t *inputs) {
+    return vreinterpretq_s8_s32(vdupq_n_s32(*reinterpret_cast<const FourBytes *>(inputs)));
+}
+
 // sum + the four products of each lane; weights are 0 .. 63, so that two products fit in 16 bits.
 struct PlainFours {
-    Ints operator()(Ints sum, Fours weights, const FourBytes *inputs) const {
+    Ints operator()(Ints sum, Fours weights, int8x16_t inputs) const {
         const int8x16_t values = vreinterpretq_s8_u8(weights);
-        const int8x16_t fours = vreinterpretq_s8_s32(vdupq_n_s32(*inputs));
-        const int16x8_t low = vmull_s8(vget_low_s8(values), vget_low_s8(fours));
-        const int16x8_t high = vmull_high_s8(values, fours);
+        const int16x8_t low = vmull_s8(vget_low_s8(values), vget_low_s8(inputs));
+        const int16x8_t high = vmull_high_s8(values, inputs);
         return vaddq_s32(sum, vpaddlq_s16(vpaddq_s16(low, high)));
     }
 };
@@ -169,10 +173,10 @@ struct PlainFours {
 // The same in one instruction for dot products. In assembly: the library must load without it.
 struct VnniFours {
     __attribute__((always_inline)) Ints operator()(Ints sum, Fours weights,
-                                                   const FourBytes *inputs) const {
+                                                   int8x16_t inputs) const {
         asm(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
             : "+w"(sum)
-            : "w"(weights), "w"(vdupq_n_s32(*inputs)));
+            : "w"(weights), "w"(inputs));
         return sum;
     }
 };
