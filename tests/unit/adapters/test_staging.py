@@ -142,7 +142,7 @@ class TestTheRealWorker:
         """The next load replaces all of them, without a look at a worker that has it."""
         monkeypatch.setattr(stopped_process, "LOOK_SECONDS", 600.0)
         # Not one adapter twice: the later one to store it may make the note of the other untrue.
-        first, other = (str(peft_folder(rank=rank).write()) for rank in (2, 4))
+        first, other = (str(peft_folder(f"r{rank}", rank=rank).write()) for rank in (2, 4))
         stage = functools.partial(worker.stage, shapes=shapes, max_ranks=RankLimits(8))
         await asyncio.gather(stage(first), stage(other))
         stopped = [each.process for each in worker._local.processes]
