@@ -81,4 +81,10 @@ inline void multiply_unsigned() {
     asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
 }
 
+// The same of int8 times uint8.
+template <int kSums, int kA, int kB>
+inline void multiply_signed_by_unsigned() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kA), "i"(kB));
+}
+
 }  // namespace loraplex::amx

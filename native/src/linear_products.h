@@ -10,6 +10,7 @@
 #if defined(LORAPLEX_ISA_X86_64_V4)
 #include "linear_amx.h"
 #include "linear_amx_quantized.h"
+#include "linear_amx_super.h"
 #include "linear_bytes.h"
 #include "linear_dots.h"
 #elif defined(LORAPLEX_ISA_NEON)
@@ -39,6 +40,10 @@ auto with_products([[maybe_unused]] std::uint64_t cpu_features,
     } else if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4>) {
         if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestByteRows) {
             return body(std::type_identity<AmxQuantizedProducts<W, SplitInputs<W>>>{});
+        }
+    } else if constexpr (kHasSuperBlocks<W>) {
+        if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestSuperRows) {
+            return body(std::type_identity<AmxSuperBlockProducts<W>>{});
         }
     }
 #elif defined(LORAPLEX_ISA_NEON)
