@@ -55,6 +55,13 @@ inline void load(const void *source, std::int64_t stride) {
                  : "memory");
 }
 
+// The same of what is not read again soon: it takes little of the first cache.
+template <int kTile>
+inline void load_once(const void *source, std::int64_t stride) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(source), "r"(stride)
+                 : "memory");
+}
+
 template <int kTile>
 inline void store(void *target, std::int64_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(target), "r"(stride)

@@ -25,6 +25,10 @@ constexpr std::int64_t kWorthSharingInputs = 1 << 15;
 
 // Pairs whose inputs are widened at a time: for many tokens with many experts, memory has an end.
 constexpr std::int64_t kMaxPairs = 2048;
+// Inputs that a thread prepares at a time: claiming a short row takes longer than preparing it.
+constexpr std::int64_t kInputsPerClaim = 1 << 13;
+// Tiles of a product for each thread, at least: a thread that is late then keeps the others waiting less.
+constexpr std::int64_t kTilesPerThread = 2;
 // Outputs of a row that are added over ranks at a time: in the nearest cache.
 constexpr std::int64_t kRankSums = 512;
 
@@ -63,7 +67,7 @@ struct RowFunctions {
     void (*set_row)(RowInputs &inputs, std::int64_t row, const void *x, std::int64_t first) =
         nullptr;
     // y[first]... = sums + bias
-    void (*write)(const float *sums, const float *bias, std::int64_t num_outputs, void *y,
+    void (*write)(const RowSums &sums, const float *bias, std::int64_t num_outputs, void *y,
                   std::int64_t first) = nullptr;
 
     template <typename T>
@@ -75,7 +79,7 @@ struct RowFunctions {
                 inputs.set_row(row, static_cast<const T *>(x) + first);
             };
         }
-        functions.write = [](const float *sums, const float *bias, std::int64_t num_outputs,
+        functions.write = [](const RowSums &sums, const float *bias, std::int64_t num_outputs,
                              void *y, std::int64_t first) {
             write_row(sums, bias, num_outputs, static_cast<T *>(y) + first);
         };
@@ -105,7 +109,7 @@ public:
         const std::int64_t most = rows_at_once(num_rows);
         for (first_row_ = 0; first_row_ < num_rows; first_row_ += most) {
             const Range rows = {0, std::min(most, num_rows - first_row_)};
-            const Product product(0, rows, Products::cut(rows.size), out_features_, 0);
+            const Product product(0, rows, cut(rows.size), out_features_, 0);
             multiply({&product, 1}, product.rows.size);
         }
     }
@@ -129,7 +133,7 @@ public:
                 const std::int64_t next = std::min<std::int64_t>(end, pairs.starts[expert + 1]);
                 const Range rows = {pair - first, next - pair};
                 const auto *product = new (products + num_products++)
-                    Product(expert, rows, Products::cut(rows.size), out_features_, num_tiles);
+                    Product(expert, rows, cut(rows.size), out_features_, num_tiles);
                 num_tiles += product->num_tiles();
                 pair = next;
             }
@@ -145,6 +149,15 @@ private:
                                    : std::min(num_rows, channel_->capacity() / out_features_);
     }
 
+    // Tiles have fewer blocks where there would not be enough of them for all threads.
+    Cut cut(std::int64_t num_rows) const {
+        Cut cut = Products::cut(num_rows);
+        const std::int64_t num_blocks = num_panels(out_features_) / cut.shape.panels;
+        const std::int64_t fewest_tiles = kTilesPerThread * pool_.num_threads();
+        cut.tile_blocks = std::clamp<std::int64_t>(num_blocks / fewest_tiles, 1, cut.tile_blocks);
+        return cut;
+    }
+
     // The products lie one after another, and are of all num_rows inputs.
     void multiply(std::span<const Product> products, std::int64_t num_rows) {
         products_ = products;
@@ -158,10 +171,15 @@ private:
         // Those of a block, and those that wait for their neighbours.
         sums_bytes_ *= std::bit_width(static_cast<std::size_t>(pieces_.num_blocks()));
         sums_ = static_cast<std::byte *>(pool_.worker_scratch(sums_bytes_));
-        share(num_rows, num_rows * call_.in_features >= kWorthSharingInputs,
-              [this](std::int64_t row, int) {
-                  functions_.set_row(inputs_, row, call_.x,
-                                     pair_of(row) / pairs_per_row_ * call_.x_stride);
+        const std::int64_t num_groups =
+            std::min(num_rows, divide_up(num_rows * call_.in_features, kInputsPerClaim));
+        share(num_groups, num_rows * call_.in_features >= kWorthSharingInputs,
+              [&](std::int64_t group, int) {
+                  const Range rows = part(num_rows, num_groups, group);
+                  for (std::int64_t row = rows.first; row < rows.first + rows.size; ++row) {
+                      functions_.set_row(inputs_, row, call_.x,
+                                         pair_of(row) / pairs_per_row_ * call_.x_stride);
+                  }
               });
         share(products.back().first_tile + products.back().num_tiles(),
               num_rows * out_features_ * call_.in_features >= kWorthSharing,
@@ -224,9 +242,8 @@ private:
             }
             piece = after;
         }
-        for (std::int64_t block = 0; block < num_blocks; ++block) {
-            write(product, rows, first_panel + block * panels, sums + block * block_sums);
-        }
+        const std::int64_t sums_panels = product.cut.has_panel_sums ? 1 : panels;
+        write(product, rows, {first_panel, num_blocks * panels}, sums_panels, sums);
     }
 
     // sums: those of a tile, of one block of inputs. Before them are those that wait.
@@ -253,12 +270,16 @@ private:
         }
     }
 
-    void write(const Product &product, Range rows, std::int64_t panel, const float *sums) {
-        const std::int64_t first = panel * kPanelWidth;
-        const std::int64_t num_outputs = std::min(product.block_outputs(), out_features_ - first);
+    // sums: [panels / row_panels][rows, padded][outputs of row_panels]
+    void write(const Product &product, Range rows, Range panels, std::int64_t row_panels,
+               const float *sums) {
+        const std::int64_t width = row_panels * kPanelWidth;
+        const std::int64_t first = panels.first * kPanelWidth;
+        const std::int64_t num_outputs =
+            std::min(panels.size * kPanelWidth, out_features_ - first);
         const float *bias = bias_of(product, first);
         for (std::int64_t row = 0; row < rows.size; ++row) {
-            const float *source = sums + row * product.block_outputs();
+            const RowSums source = {sums + row * width, width, padded_rows(rows.size) * width};
             if (slot_ != nullptr) {
                 write_row(source, nullptr, num_outputs,
                           slot_ + (rows.first + row) * out_features_ + first);
@@ -285,7 +306,7 @@ private:
         for (std::int64_t first = 0; first < out_features_; first += kRankSums) {
             const std::int64_t count = std::min(kRankSums, out_features_ - first);
             channel_->tree_sum(row * out_features_ + first, count, sums);
-            functions_.write(sums, bias_of(*product, first), count, call_.y,
+            functions_.write({sums, count, 0}, bias_of(*product, first), count, call_.y,
                              pair_of(row) * call_.y_stride + first);
         }
     }

@@ -28,6 +28,10 @@ namespace loraplex {
 // The weights of a tile are read once for so many rows.
 inline constexpr std::int64_t kMaxAmxRows = 512;
 
+// Blocks of two panels in a tile of many rows: so often the rows' inputs are read from the second cache,
+// which has room for the sums, too.
+inline constexpr std::int64_t kTileBlocks = 16;
+
 // Inputs of one multiplication of bfloat16.
 inline constexpr int kStepInputs = amx::kTileBytes / static_cast<int>(sizeof(Bfloat16));
 
@@ -144,6 +148,33 @@ private:
     }
 };
 
+// Brings weights into a cache while others are multiplied, evenly over the steps.
+class PanelsAhead {
+public:
+    // values: in the first panel; num_values: of each panel in a step.
+    PanelsAhead(const Bfloat16 *values, std::int64_t stride, std::int64_t num_values)
+        : values_(values), stride_(stride), num_values_(num_values) {}
+
+    // kLocality: 3 for the first cache, 2 for the second one.
+    template <int kPanels, int kLocality>
+    __attribute__((always_inline)) void step() {
+        for (std::int64_t line = 0; line < num_values_; line += kLineValues) {
+#pragma GCC unroll 4
+            for (int panel = 0; panel < kPanels; ++panel) {
+                __builtin_prefetch(values_ + panel * stride_ + line, 0, kLocality);
+            }
+        }
+        values_ += num_values_;
+    }
+
+    static constexpr std::int64_t kLineValues = 64 / sizeof(Bfloat16);
+
+private:
+    const Bfloat16 *values_;
+    std::int64_t stride_;
+    std::int64_t num_values_;
+};
+
 // Cuts products into tiles; add() multiplies rows of one with two or four panels.
 class AmxProducts {
 public:
@@ -151,8 +182,10 @@ public:
     using RowInputs = TileInputs;
 
     static Cut cut(std::int64_t num_rows) {
-        return num_rows <= amx::kTileRows ? Cut{{amx::kTileRows, 4}, 1, kMaxAmxRows}
-                                          : Cut{{2 * amx::kTileRows, 2}, 2, kMaxAmxRows};
+        return num_rows <= amx::kTileRows
+                   ? Cut{{amx::kTileRows, 4}, 1, kMaxAmxRows, true}
+                   : Cut{{2 * amx::kTileRows, 2}, num_rows <= 2 * amx::kTileRows ? 1 : kTileBlocks,
+                         kMaxAmxRows, true};
     }
 
     AmxProducts(const PanelLayout<Bfloat16> &layout, std::uint64_t /*cpu_features*/)
@@ -164,64 +197,81 @@ public:
         return amx::Registers(shapes);
     }
 
-    // sums [blocks][rows, padded][outputs of a block] += the share of a piece of the inputs.
+    // sums [panels][rows, padded][kPanelWidth] += the share of a piece of the inputs.
     void add(const TileInputs &inputs, BlockShape shape, Range rows, TilePanels<Bfloat16> panels,
-             const InputPiece &piece, const InputPiece & /*next*/, float *sums) const {
-        const std::int64_t block_sums = padded_rows(rows.size) * shape.panels * kPanelWidth;
-        for (std::int64_t first = 0; first < rows.size; first += shape.rows) {
-            Step step = {inputs.at(piece, rows.first + first),
-                         layout_.values(panels.first, piece.block, piece.first),
-                         layout_.stride(),
-                         piece.depth,
-                         sums + first * shape.panels * kPanelWidth,
-                         piece.first == 0};
-            for (std::int64_t block = 0; block < panels.num_blocks; ++block) {
+             const InputPiece &piece, const InputPiece &next, float *sums) const {
+        const std::int64_t panel_sums = padded_rows(rows.size) * kPanelWidth;
+        const std::int64_t num_row_blocks = divide_up(rows.size, shape.rows);
+        for (std::int64_t block = 0; block < panels.num_blocks; ++block) {
+            const Bfloat16 *values = layout_.values(
+                panels.first + block * shape.panels * layout_.stride(), piece.block, piece.first);
+            // One block of rows waits for the memory; more of them read the weights from the first
+            // cache while the next ones come into the second.
+            PanelsAhead ahead(
+                num_row_blocks == 1
+                    ? values + kStepsAhead * kStepSize
+                    : weights_after(layout_, panels, shape.panels, block, piece, next),
+                layout_.stride(),
+                divide_up(kStepSize, num_row_blocks * PanelsAhead::kLineValues) *
+                    PanelsAhead::kLineValues);
+            for (std::int64_t first = 0; first < rows.size; first += shape.rows) {
+                Step step = {inputs.at(piece, rows.first + first),
+                             values,
+                             layout_.stride(),
+                             piece.depth,
+                             sums + first * kPanelWidth,
+                             panel_sums,
+                             piece.first == 0};
                 if (shape.panels == 4) {
-                    multiply<1, 4>(step);
+                    multiply<1, 4, true>(step, ahead);
+                } else if (num_row_blocks == 1) {
+                    multiply<2, 2, true>(step, ahead);
                 } else if (rows.size - first <= amx::kTileRows) {
-                    multiply<1, 2>(step);
+                    multiply<1, 2, false>(step, ahead);
                 } else {
-                    multiply<2, 2>(step);
+                    multiply<2, 2, false>(step, ahead);
                 }
-                step.values += shape.panels * layout_.stride();
-                step.sums += block_sums;
             }
+            sums += panel_sums * shape.panels;
         }
     }
 
 private:
+    static constexpr std::int64_t kStepsAhead = 2;
+
     struct Step {
         const Bfloat16 *x;
         const Bfloat16 *values;
         std::int64_t stride;
         int depth;
         float *sums;
+        std::int64_t panel_sums;  // from panel to panel
         bool is_first;  // of the sums' pieces
     };
 
     static constexpr int kStepSize = kStepInputs * static_cast<int>(kPanelWidth);
 
-    template <int kRowTiles, int kPanels>
-    static void multiply(const Step &step) {
-        constexpr std::int64_t kSumsStride = kPanels * kPanelWidth * sizeof(float);
+    template <int kRowTiles, int kPanels, bool kIsOnlyBlock>
+    static void multiply(const Step &step, PanelsAhead &ahead) {
         const auto target = [&](int tile) {
-            return step.sums + (tile / kPanels * amx::kTileRows * kPanels + tile % kPanels) *
-                                   kPanelWidth;
+            return step.sums + tile / kPanels * amx::kTileRows * kPanelWidth +
+                   tile % kPanels * step.panel_sums;
         };
         unrolled<kRowTiles * kPanels>([&]<int kTile>() {
             if (step.is_first) {
                 amx::zero<kTile>();
             } else {
-                amx::load<kTile>(target(kTile), kSumsStride);
+                amx::load<kTile>(target(kTile), amx::kTileBytes);
             }
         });
         const int whole = step.depth / kStepInputs * kStepInputs;
         for (int input = 0; input < whole; input += kStepInputs) {
-            const Bfloat16 *values = step.values + input * kPanelWidth;
-            if constexpr (kRowTiles == 1) {
-                prefetch<kPanels>(values, step.stride);
+            ahead.step<kPanels, kIsOnlyBlock ? 3 : 2>();
+            if constexpr (!kIsOnlyBlock) {
+                prefetch_sums<kPanels>(step, input / kStepInputs);
             }
-            add_step<kRowTiles, kPanels>(step.x + input, values, step.stride);
+            add_step<kRowTiles, kPanels>(step.x + input, step.values + input * kPanelWidth,
+                                         step.stride);
         }
         if (whole < step.depth) {
             // What comes after a panel's values is no number, and 0 times that need not be 0.
@@ -234,7 +284,19 @@ private:
             add_step<kRowTiles, kPanels>(step.x + whole, rest, kStepSize);
         }
         unrolled<kRowTiles * kPanels>(
-            [&]<int kTile>() { amx::store<kTile>(target(kTile), kSumsStride); });
+            [&]<int kTile>() { amx::store<kTile>(target(kTile), amx::kTileBytes); });
+    }
+
+    // The sums of the next block of rows, as many of a step as 16 steps need.
+    template <int kPanels>
+    __attribute__((always_inline)) static void prefetch_sums(const Step &step, int number) {
+        constexpr int kNumLines = 2 * amx::kTileRows / (TileInputs::kDepth / kStepInputs);
+        const float *sums = step.sums + (2 * amx::kTileRows + number * kNumLines) * kPanelWidth;
+#pragma GCC unroll 4
+        for (int i = 0; i < kPanels * kNumLines; ++i) {
+            __builtin_prefetch(sums + i / kNumLines * step.panel_sums +
+                               i % kNumLines * kPanelWidth);
+        }
     }
 
     template <int kRowTiles, int kPanels>
@@ -242,26 +304,26 @@ private:
                                                         std::int64_t stride) {
         constexpr std::int64_t kRowBytes = TileInputs::kStride * sizeof(Bfloat16);
         constexpr int kFirstB = kNumSums + kRowTiles;
-        unrolled<kRowTiles>([&]<int kRow>() {
-            amx::load<kNumSums + kRow>(x + kRow * amx::kTileRows * TileInputs::kStride, kRowBytes);
-        });
+        const auto load_row_tile = [&]<int kRow>() {
+            if constexpr (kRowTiles == 1) {
+                amx::load<kNumSums + kRow>(x, kRowBytes);
+            } else {
+                amx::load_once<kNumSums + kRow>(
+                    x + kRow * amx::kTileRows * TileInputs::kStride, kRowBytes);
+            }
+        };
+        load_row_tile.template operator()<0>();
         unrolled<kPanels>([&]<int kPanel>() {
             constexpr int kB = kFirstB + kPanel % (amx::kNumTiles - kFirstB);
             amx::load<kB>(values + kPanel * stride, amx::kTileBytes);
-            unrolled<kRowTiles>([&]<int kRow>() {
-                amx::multiply_bfloat16<kRow * kPanels + kPanel, kNumSums + kRow, kB>();
-            });
+            amx::multiply_bfloat16<kPanel, kNumSums, kB>();
         });
-    }
-
-    template <int kPanels>
-    static void prefetch(const Bfloat16 *values, std::int64_t stride) {
-#pragma GCC unroll 4
-        for (int panel = 0; panel < kPanels; ++panel) {
-#pragma GCC unroll 16
-            for (int line = 0; line < kStepSize; line += 32) {
-                __builtin_prefetch(values + panel * stride + kStepSize + line);
-            }
+        if constexpr (kRowTiles == 2) {
+            static_assert(kPanels <= amx::kNumTiles - kFirstB);
+            load_row_tile.template operator()<1>();
+            unrolled<kPanels>([&]<int kPanel>() {
+                amx::multiply_bfloat16<kPanels + kPanel, kNumSums + 1, kFirstB + kPanel>();
+            });
         }
     }
 

@@ -32,6 +32,9 @@ struct Cut {
     BlockShape shape;
     std::int64_t tile_blocks;
     std::int64_t max_tile_rows;
+    // Whether the sums of each panel lie apart, [panels][rows, padded][kPanelWidth], and not a block's side
+    // by side in a row.
+    bool has_panel_sums = false;
 };
 
 // Sums of a tile have rows up to a multiple of this: some kernels write so many at once.
@@ -96,12 +99,23 @@ inline void write_vector(Floats sum, const float *bias, T *target, int count) {
     }
 }
 
+// A row's sums: `width` side by side, the next ones `stride` after them.
+struct RowSums {
+    const float *first;
+    std::int64_t width;
+    std::int64_t stride;
+};
+
 template <typename T>
-inline void write_row(const float *sums, const float *bias, std::int64_t num_outputs, T *target) {
-    for (std::int64_t output = 0; output < num_outputs; output += kLanes) {
-        const auto count = static_cast<int>(std::min<std::int64_t>(kLanes, num_outputs - output));
-        write_vector(load(sums + output), bias == nullptr ? nullptr : bias + output,
-                     target + output, count);
+inline void write_row(const RowSums &sums, const float *bias, std::int64_t num_outputs, T *target) {
+    const float *source = sums.first;
+    for (std::int64_t part = 0; part < num_outputs; part += sums.width, source += sums.stride) {
+        const std::int64_t end = std::min(part + sums.width, num_outputs);
+        for (std::int64_t output = part; output < end; output += kLanes) {
+            const auto count = static_cast<int>(std::min<std::int64_t>(kLanes, end - output));
+            write_vector(load(source + output - part), bias == nullptr ? nullptr : bias + output,
+                         target + output, count);
+        }
     }
 }
 
