@@ -81,8 +81,6 @@ public:
                 }
                 for (std::int64_t row = 0; row < rows.size; row += amx::kTileRows) {
                     tiles.x = inputs.at(piece, rows.first + row);
-                    tiles.num_rows = static_cast<int>(
-                        std::min<std::int64_t>(amx::kTileRows, rows.size - row));
                     tiles.sums = sums + pair / kBlockPairs * block_sums + row * kBlockOutputs +
                                  pair % kBlockPairs * kPanels * kPanelWidth;
                     multiply(tiles, weights, last);
@@ -114,7 +112,6 @@ private:
         const std::int8_t *x;
         const std::uint8_t *weights[kPanels];
         int super_block;
-        int num_rows;
         bool is_first;
         float *sums;
         TileSums *products;
@@ -195,29 +192,29 @@ private:
         });
     }
 
-    // What a step computes of the floats: half of the rows of a panel.
+    // What a step computes of the floats: half of the rows of a panel. Rows that are none have memory
+    // as well.
     template <int kStep>
     __attribute__((always_inline)) void add_part(const Tiles &tiles) const {
         constexpr int kRows = amx::kTileRows * kPanels / kNumSteps;
         constexpr int kPanel = kStep * kPanels / kNumSteps;
         constexpr int kFirst = kStep * kRows % amx::kTileRows;
+        if (tiles.x == nullptr) {
+            return;
+        }
         switch (parts_.has_minima ? parts_.num_groups / 2 : 0) {
             case 0:
-                return add_rows<kPanel, 0>(tiles, kFirst, kFirst + kRows);
+                return add_rows<kPanel, 0, kRows>(tiles, kFirst);
             case 4:
-                return add_rows<kPanel, 4>(tiles, kFirst, kFirst + kRows);
+                return add_rows<kPanel, 4, kRows>(tiles, kFirst);
             default:
-                return add_rows<kPanel, 8>(tiles, kFirst, kFirst + kRows);
+                return add_rows<kPanel, 8, kRows>(tiles, kFirst);
         }
     }
 
     // kPairs: of groups that have minima
-    template <int kPanel, int kPairs>
-    void add_rows(const Tiles &tiles, int first, int end) const {
-        end = std::min(end, tiles.num_rows);
-        if (first >= end) {
-            return;
-        }
+    template <int kPanel, int kPairs, int kRows>
+    void add_rows(const Tiles &tiles, int first) const {
         const std::uint8_t *panel = tiles.weights[kPanel];
         const auto floats = [panel](std::int64_t place) {
             return load(reinterpret_cast<const float *>(panel + place));
@@ -230,25 +227,29 @@ private:
             minima[pair] = load_pairs(reinterpret_cast<const std::int8_t *>(
                 panel + parts_.minima() + pair * 2 * kPanelWidth));
         }
-        const auto &products = (*tiles.products)[kPanel];
-        for (int row = first; row < end; ++row) {
-            const std::int8_t *x = tiles.x + row * RowInputs::kStride;
-            const Ints high = _mm512_slli_epi32(_mm512_load_si512(products[0][row]), 8);
-            const Ints total = loraplex::add(high, _mm512_load_si512(products[1][row]));
+        const auto *high = (*tiles.products)[kPanel][0] + first;
+        const auto *low = (*tiles.products)[kPanel][1] + first;
+        const std::int8_t *x = tiles.x + first * RowInputs::kStride;
+        float *sums = tiles.sums + first * kBlockOutputs + kPanel * kPanelWidth;
+        const int super_block = tiles.super_block;
+        const bool is_first = tiles.is_first;
+        for (int row = 0; row < kRows; ++row) {
+            const Ints total = loraplex::add(
+                _mm512_slli_epi32(_mm512_load_si512(high[row]), 8), _mm512_load_si512(low[row]));
             Floats share = loraplex::multiply(to_floats(total), scale);
             if constexpr (kPairs > 0) {
                 Ints sum = zero_ints();
 #pragma GCC unroll 8
                 for (int pair = 0; pair < kPairs; ++pair) {
-                    const Pairs sums =
-                        broadcast_pair(RowInputs::sums(x, tiles.super_block, pair));
-                    sum = VnniDot{}(sum, sums, minima[pair]);
+                    sum = VnniDot{}(sum, broadcast_pair(RowInputs::sums(x, super_block, pair)),
+                                    minima[pair]);
                 }
                 share = subtract(share, loraplex::multiply(to_floats(sum), minimum_scale));
             }
-            share = loraplex::multiply(share, broadcast(RowInputs::scale(x, tiles.super_block)));
-            float *target = tiles.sums + row * kBlockOutputs + kPanel * kPanelWidth;
-            store(target, loraplex::add(tiles.is_first ? zeros() : load(target), share));
+            share = loraplex::multiply(share, broadcast(RowInputs::scale(x, super_block)));
+            store(sums, loraplex::add(is_first ? zeros() : load(sums), share));
+            x += RowInputs::kStride;
+            sums += kBlockOutputs;
         }
     }
 
