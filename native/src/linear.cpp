@@ -350,7 +350,7 @@ loraplex_status run_linear(const LinearCall &call, std::int64_t num_rows,
             return LORAPLEX_OK;
         };
         return has_byte_inputs(call.kind)
-                   ? with_group_products<W>(features, num_rows, run)
+                   ? with_group_products<W>(features, num_rows, call.group_size, run)
                    : with_products<W>(features, call.dtype, num_rows, run);
     });
 }

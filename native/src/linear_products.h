@@ -63,10 +63,12 @@ auto with_products([[maybe_unused]] std::uint64_t cpu_features,
 // The same for weights whose inputs have 8 bits, too.
 template <typename W, typename Body>
 auto with_group_products([[maybe_unused]] std::uint64_t cpu_features,
-                         [[maybe_unused]] std::int64_t num_rows, const Body &body) {
+                         [[maybe_unused]] std::int64_t num_rows,
+                         [[maybe_unused]] std::int64_t group_size, const Body &body) {
     if constexpr (std::is_same_v<W, Int8> || std::is_same_v<W, Int4>) {
 #if defined(LORAPLEX_ISA_X86_64_V4)
-        if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestByteRows) {
+        if ((cpu_features & LORAPLEX_CPU_AMX_INT8) != 0 && num_rows >= kFewestByteRows &&
+            group_size <= ByteTileInputs<W>::kMaxGroupSize) {
             return body(std::type_identity<AmxQuantizedProducts<W, ByteTileInputs<W>>>{});
         }
         if ((cpu_features & LORAPLEX_CPU_AVX512_VNNI) != 0) {
