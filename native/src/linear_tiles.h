@@ -89,13 +89,22 @@ struct Product {
     }
 };
 
-// y, or this rank's slot of a channel.
+// y, or this rank's slot of a channel. Neighbouring sums.
 template <typename T>
-inline void write_vector(Floats sum, const float *bias, T *target, int count) {
-    if (count == kLanes) {
-        store(target, bias == nullptr ? sum : add(sum, load(bias)));
+inline void write_sums(const float *sums, const float *bias, std::int64_t num_outputs, T *target) {
+    std::int64_t output = 0;
+    if (bias == nullptr) {
+        for (; output + kLanes <= num_outputs; output += kLanes) {
+            store(target + output, load(sums + output));
+        }
     } else {
-        store_first(target, add(sum, bias == nullptr ? zeros() : load_first(bias, count)), count);
+        for (; output + kLanes <= num_outputs; output += kLanes) {
+            store(target + output, add(load(sums + output), load(bias + output)));
+        }
+    }
+    if (const auto count = static_cast<int>(num_outputs - output); count > 0) {
+        const Floats last = bias == nullptr ? zeros() : load_first(bias + output, count);
+        store_first(target + output, add(load(sums + output), last), count);
     }
 }
 
@@ -109,13 +118,10 @@ struct RowSums {
 template <typename T>
 inline void write_row(const RowSums &sums, const float *bias, std::int64_t num_outputs, T *target) {
     const float *source = sums.first;
-    for (std::int64_t part = 0; part < num_outputs; part += sums.width, source += sums.stride) {
-        const std::int64_t end = std::min(part + sums.width, num_outputs);
-        for (std::int64_t output = part; output < end; output += kLanes) {
-            const auto count = static_cast<int>(std::min<std::int64_t>(kLanes, end - output));
-            write_vector(load(source + output - part), bias == nullptr ? nullptr : bias + output,
-                         target + output, count);
-        }
+    for (std::int64_t output = 0; output < num_outputs; output += sums.width) {
+        write_sums(source, bias == nullptr ? nullptr : bias + output,
+                   std::min(sums.width, num_outputs - output), target + output);
+        source += sums.stride;
     }
 }
 
