@@ -3,6 +3,8 @@
 // In assembly: the library must load without it. Compilers use no tile register of their own accord.
 #pragma once
 
+#include <immintrin.h>
+
 #include <array>
 #include <cstdint>
 
@@ -66,6 +68,14 @@ template <int kTile>
 inline void store(void *target, std::int64_t stride) {
     asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(target), "r"(stride)
                  : "memory");
+}
+
+// One addition of floats in each step of a product. Without any, products of tiles that wait for the
+// memory take 1.2 to 1.5 times as long (measured on a Xeon; additions of integers do not help): it seems
+// that the units of multiply-adds fall asleep.
+inline void stay_awake() {
+    __m512 value = _mm512_setzero_ps();
+    asm volatile("vaddps %0, %0, %0" : "+v"(value));
 }
 
 // sums[m][n] += sum over k of a[m][2 k] b[k][2 n] + sum over k of a[m][2 k + 1] b[k][2 n + 1], of

@@ -151,26 +151,28 @@ private:
 // Brings weights into a cache while others are multiplied, evenly over the steps.
 class PanelsAhead {
 public:
-    // values: in the first panel; num_values: of each panel in a step.
-    PanelsAhead(const Bfloat16 *values, std::int64_t stride, std::int64_t num_values)
-        : values_(values), stride_(stride), num_values_(num_values) {}
+    // values: in the first panel, total of them; num_values: of each panel in a step.
+    PanelsAhead(const Bfloat16 *values, std::int64_t total, std::int64_t stride,
+                std::int64_t num_values)
+        : values_(values), end_(values + total), stride_(stride), num_values_(num_values) {}
 
     // kLocality: 3 for the first cache, 2 for the second one.
     template <int kPanels, int kLocality>
     __attribute__((always_inline)) void step() {
-        for (std::int64_t line = 0; line < num_values_; line += kLineValues) {
+        const Bfloat16 *end = std::min(values_ + num_values_, end_);
+        for (; values_ < end; values_ += kLineValues) {
 #pragma GCC unroll 4
             for (int panel = 0; panel < kPanels; ++panel) {
-                __builtin_prefetch(values_ + panel * stride_ + line, 0, kLocality);
+                __builtin_prefetch(values_ + panel * stride_, 0, kLocality);
             }
         }
-        values_ += num_values_;
     }
 
     static constexpr std::int64_t kLineValues = 64 / sizeof(Bfloat16);
 
 private:
     const Bfloat16 *values_;
+    const Bfloat16 *end_;
     std::int64_t stride_;
     std::int64_t num_values_;
 };
@@ -211,7 +213,7 @@ public:
                 num_row_blocks == 1
                     ? values + kStepsAhead * kStepSize
                     : weights_after(layout_, panels, shape.panels, block, piece, next),
-                layout_.stride(),
+                piece.depth * kPanelWidth, layout_.stride(),
                 divide_up(kStepSize, num_row_blocks * PanelsAhead::kLineValues) *
                     PanelsAhead::kLineValues);
             for (std::int64_t first = 0; first < rows.size; first += shape.rows) {
@@ -304,6 +306,7 @@ private:
                                                         std::int64_t stride) {
         constexpr std::int64_t kRowBytes = TileInputs::kStride * sizeof(Bfloat16);
         constexpr int kFirstB = kNumSums + kRowTiles;
+        amx::stay_awake();
         const auto load_row_tile = [&]<int kRow>() {
             if constexpr (kRowTiles == 1) {
                 amx::load<kNumSums + kRow>(x, kRowBytes);
