@@ -1,6 +1,8 @@
 """Native experts against the reference; the bits of a pair alone, in company, on two threads."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,12 +15,14 @@ from loraplex.kernels.native.library import (
     available_instruction_sets,
     load_library,
 )
+from loraplex.kernels.quantization import SuperBlockWeight
 from loraplex.kernels.reference import ReferenceKernels
 from loraplex.kernels.routing import Routes, sort_routes
 from loraplex.kernels.routing_rules import RoutingMode, RoutingRules
 from support.cases_in_turn import in_turn
 from support.kernel_cases.routers import ROUTERS, assert_routes_like_reference, assert_whole
 from support.naming import naming
+from support.stored_weights import SUPER_BLOCK_FORMS, super_block_weight
 
 try:
     INSTRUCTION_SETS = available_instruction_sets()
@@ -138,6 +142,24 @@ def test_quantized_experts(instruction_set, precision, dtype, is_capped):
         for pair, expert in enumerate(routes.experts.flatten().tolist()):
             row = x[pair * num_rows // 36].unsqueeze(0)
             assert torch.equal(result[pair], kernels.linear(row, alone[expert])[0])
+
+
+@pytest.mark.parametrize("form", SUPER_BLOCK_FORMS)
+def test_experts_in_super_blocks(kernels, form):
+    whole = super_block_weight(form, 32, 512, 3 * 70, torch.Generator().manual_seed(0))
+
+    def mapped(change: Callable[[torch.Tensor], torch.Tensor]) -> SuperBlockWeight:
+        return dataclasses.replace(
+            whole, values=change(whole.values), levels=whole.levels.mapped(change)
+        )
+
+    packed = kernels.pack_linear(mapped(lambda rows: rows.unflatten(0, (3, 70))), None)
+    alone = [kernels.pack_linear(mapped(lambda t, i=i: t[70 * i :][:70]), None) for i in range(3)]
+    routes, x = random_routes(30, 3, 2), torch.randn(30, 512)
+    result = kernels.grouped_linear(x, packed, routes)
+    for pair, expert in enumerate(routes.experts.flatten().tolist()):
+        row = x[pair // 2].unsqueeze(0)
+        assert torch.equal(result[pair], kernels.linear(row, alone[expert])[0])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 140, 1500])

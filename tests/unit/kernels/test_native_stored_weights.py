@@ -79,10 +79,10 @@ def test_the_bits_of_super_blocks(
         weight.values[0], weight.levels.factors[0] = weight.values.max(), -128
         bias = torch.randn(out_features, generator=generator)
         packed = kernel.pack(weight, bias)
-        x = torch.randn(40, in_features, generator=generator)
+        x = torch.randn(530, in_features, generator=generator)
         x[0], x[1], x[2] = 1.0, -1.0, 0.0
         expected = super_block_linear(x, weight, bias)
-        for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 40):
+        for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 40, 200, 530):
             assert torch.equal(kernel.apply(x[:num_rows], packed), expected[:num_rows])
 
 
