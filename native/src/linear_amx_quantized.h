@@ -39,9 +39,9 @@ public:
         return to_floats(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
     }
 
-    // x: a row of a piece
-    static float number_of_group(const std::int8_t *x, int group) {
-        return loraplex::number_of_group<W>(reinterpret_cast<const std::int16_t *>(x), group);
+    // x: a row of a piece. What it has for each group, float32.
+    static const std::int8_t *numbers(const std::int8_t *x) {
+        return x + kMaxDepth<W> * sizeof(Input<W>);
     }
 
     static std::size_t num_bytes(std::int64_t num_rows, const InputPieces<W> &pieces) {
@@ -93,9 +93,11 @@ private:
 // Inputs of 8 bits for tiles, which read whole ones.
 template <typename W>
 class ByteTileInputs : public GroupInputs<W, std::int8_t> {
+    using Base = GroupInputs<W, std::int8_t>;
+
 public:
     static constexpr int kNumBytes = 1;
-    static constexpr std::int64_t kRowBytes = GroupInputs<W, std::int8_t>::kStride;
+    static constexpr std::int64_t kRowBytes = Base::kStride;
     static_assert(kByteMultiple == amx::kTileBytes);
     // What sums begin with: as a float 1.5 * 2^23, of which whole numbers up to 2^22 change the last
     // bits alone. A subtraction makes them floats: while tiles are in use, the port that multiplies and
@@ -109,38 +111,39 @@ public:
     }
 
     static std::size_t num_bytes(std::int64_t num_rows, const InputPieces<W> &pieces) {
-        return GroupInputs<W, std::int8_t>::num_bytes(num_rows, pieces) +
-               2 * amx::kTileRows * kRowBytes;
+        return Base::num_bytes(num_rows, pieces) + 2 * amx::kTileRows * kRowBytes;
     }
 
-    using GroupInputs<W, std::int8_t>::GroupInputs;
+    using Base::Base;
 
     // x: a row of a piece
-    static float number_of_group(const std::int8_t *x, int group) {
-        return GroupInputs<W, std::int8_t>::scale(x, group);
-    }
+    static const std::int8_t *numbers(const std::int8_t *x) { return x + Base::kDepth; }
 };
 
 // Fewer rows of quantised weights are faster by vectors.
 inline constexpr std::int64_t kFewestByteRows = 16;
 
-// Brings into the second cache what the next call reads of two panels: a part for each of the calls that
-// read the same weights, evenly over their steps.
+// Brings into the second cache what the next call reads of two panels, evenly over the steps of this one:
+// the memory has work all the time.
 template <typename W>
 class WeightsAhead {
 public:
     // weights: of the next call, from its first input on. num_bytes: of each panel.
-    WeightsAhead(const W *weights, std::int64_t stride, std::int64_t num_bytes, int num_steps)
+    WeightsAhead(const W *weights, std::int64_t stride, std::int64_t num_bytes,
+                 std::int64_t num_steps)
         : weights_(reinterpret_cast<const char *>(weights)),
           stride_(stride * static_cast<std::int64_t>(sizeof(W))),
-          pace_(divide_up(num_bytes, std::int64_t{num_steps} * kLine) * kLine) {}
+          pace_(divide_up(num_bytes, num_steps)) {}
 
-    void step() {
-        for (std::int64_t line = 0; line < pace_; line += kLine) {
-            __builtin_prefetch(weights_ + line, 0, 2);
-            __builtin_prefetch(weights_ + stride_ + line, 0, 2);
-        }
-        weights_ += pace_;
+    __attribute__((always_inline)) void step() {
+        const char *end = weights_ + pace_;
+        const char *line = weights_;
+        do {
+            __builtin_prefetch(line, 0, 2);
+            __builtin_prefetch(line + stride_, 0, 2);
+            line += kLine;
+        } while (line < end);
+        weights_ = end;
     }
 
 private:
@@ -158,8 +161,9 @@ public:
     using Weight = W;
     using RowInputs = TileInputs;
 
-    static Cut cut(std::int64_t /*num_rows*/) {
-        return {{amx::kTileRows, kPanels}, kTilePanels / kPanels, kMaxAmxRows};
+    static Cut cut(std::int64_t num_rows) {
+        // With many rows, so often their inputs are read from the second cache.
+        return {{amx::kTileRows, kPanels}, num_rows <= 2 * amx::kTileRows ? 2 : 8, kMaxAmxRows};
     }
 
     AmxQuantizedProducts(const PanelLayout<W> &layout, std::uint64_t /*cpu_features*/)
@@ -195,21 +199,21 @@ private:
     static constexpr int kNumSums = 4;
     static constexpr int kProducts = amx::kTileRows * static_cast<int>(kPanelWidth);  // of a tile
 
-    // What is multiplied at once: a group of two row tiles, or of the last one.
+    // A group of the rows of two tiles of inputs, or of the last one.
     struct Turn {
         const std::int8_t *x;
         const std::int8_t *weights;
         int depth;
         // To add the products:
-        const std::int8_t *row;  // of the piece
-        int group;               // of the piece
-        const float *scales;     // of the first panel
+        const std::int8_t *numbers;
+        const float *scales;  // of the first panel
         const float *offsets;
         float *sums;
     };
 
     // While tiles multiply a turn, the products of the last one go to memory, and those of the one before
-    // are added: in small parts, as the CPU looks ahead for a few hundred instructions only.
+    // are added: in small parts, as the CPU looks ahead for a few hundred instructions only. What the
+    // parts need are arguments, which stay in registers: an object would be read again after each tile.
     template <OfGroups kOfGroups>
     class Pipeline {
     public:
@@ -217,13 +221,9 @@ private:
             : step_inputs_(owner.step_inputs_),
               scales_stride_(owner.layout_.stride() / static_cast<std::int64_t>(sizeof(float))) {}
 
-        // What the next call of next() takes.
-        Turn &turn() { return turns_[index_]; }
-
         // kTiles: of sums. All turns up to finish() have as many.
         template <int kTiles>
-        void next(WeightsAhead<W> &ahead) {
-            const Turn &turn = turns_[index_];
+        __attribute__((always_inline)) void next(const Turn &turn, WeightsAhead<W> &ahead) {
             if (num_turns_ < 2) {
                 if (num_turns_ == 1) {
                     store_made<kTiles>();
@@ -235,7 +235,12 @@ private:
             } else {
                 multiply<kTiles, 1>(turn, ahead);
             }
-            index_ = (index_ + 1) & 3;
+            advance();
+            Turn &made = turns_[half_];
+            made.numbers = turn.numbers;
+            made.scales = turn.scales;
+            made.offsets = turn.offsets;
+            made.sums = turn.sums;
         }
 
         template <int kTiles>
@@ -245,56 +250,39 @@ private:
             }
             if (num_turns_ >= 1) {
                 store_made<kTiles>();
-                index_ = (index_ + 1) & 3;
+                advance();
                 add<kTiles>();
             }
             num_turns_ = 0;
         }
 
     private:
-        class Adder;
+        void advance() { half_ ^= 1; }
 
-        // Of the last turn, and of the one before it.
-        std::int32_t *products(int turn) {
-            return memory_ + ((index_ ^ turn) & 1) * kNumSums * kProducts;
+        // The last turn's, and those of the one before it.
+        std::int32_t *made() { return products_ + half_ * kNumSums * kProducts; }
+        const std::int32_t *stored() const {
+            return products_ + (half_ ^ 1) * kNumSums * kProducts;
         }
 
         // kUnits: so many are added after a multiplication of tiles.
         template <int kTiles, int kUnits>
-        void multiply(const Turn &turn, WeightsAhead<W> &ahead) {
-            const Adder adder(turns_[(index_ - 2) & 3], products(1), scales_stride_);
-            std::int32_t *const target = products(0);
-            load_step<kTiles>(turn, 0);
-            multiply_first<kTiles, kUnits>(adder, target, ahead);
+        __attribute__((noinline)) void multiply(const Turn &turn, WeightsAhead<W> &ahead) {
+            const Turn &last = turns_[half_ ^ 1];
+            const Floats scales = load(last.scales), next_scales = load(last.scales + scales_stride_);
+            Floats offsets = zeros(), next_offsets = zeros();
+            if constexpr (kOfGroups == OfGroups::kSums) {
+                offsets = load(last.offsets);
+                next_offsets = load(last.offsets + scales_stride_);
+            }
+            load_step<kTiles>(turn.x, turn.weights);
+            multiply_part<kTiles, kUnits, 0>(made(), ahead, stored(), last.numbers, last.sums, scales,
+                                             next_scales, offsets, next_offsets);
             if constexpr (kUnits == 1) {
-                load_step<kTiles>(turn, step_inputs_);
-                multiply_second<kTiles>(adder, ahead);
+                load_step<kTiles>(turn.x + step_inputs_, turn.weights + step_inputs_ * kPanelWidth);
+                multiply_part<kTiles, kUnits, kTiles>(made(), ahead, stored(), last.numbers, last.sums,
+                                                      scales, next_scales, offsets, next_offsets);
                 multiply_rest<kTiles>(turn, 2 * step_inputs_, ahead);
-            }
-        }
-
-        template <int kTiles, int kUnits, int kTile = 0>
-        __attribute__((always_inline)) static void multiply_first(const Adder &adder,
-                                                                  std::int32_t *target,
-                                                                  WeightsAhead<W> &ahead) {
-            if constexpr (kTile < kTiles) {
-                store<kTile>(target);
-                start<kTile>();
-                multiply_tile<kTile>();
-                ahead.step();
-                adder.template add<kTile * kUnits, kUnits>();
-                multiply_first<kTiles, kUnits, kTile + 1>(adder, target, ahead);
-            }
-        }
-
-        template <int kTiles, int kTile = 0>
-        __attribute__((always_inline)) static void multiply_second(const Adder &adder,
-                                                                   WeightsAhead<W> &ahead) {
-            if constexpr (kTile < kTiles) {
-                multiply_tile<kTile>();
-                ahead.step();
-                adder.template add<kTiles + kTile, 1>();
-                multiply_second<kTiles, kTile + 1>(adder, ahead);
             }
         }
 
@@ -304,7 +292,7 @@ private:
                 unrolled<kTiles>([]<int kTile>() { start<kTile>(); });
             }
             for (; input < turn.depth; input += step_inputs_) {
-                load_step<kTiles>(turn, input);
+                load_step<kTiles>(turn.x + input, turn.weights + input * kPanelWidth);
                 unrolled<kTiles>([&]<int kTile>() {
                     multiply_tile<kTile>();
                     ahead.step();
@@ -312,18 +300,40 @@ private:
             }
         }
 
+        // The tiles of a step from kPart on.
+        template <int kTiles, int kUnits, int kPart>
+        __attribute__((always_inline)) static void multiply_part(
+            std::int32_t *made, WeightsAhead<W> &ahead, const std::int32_t *products,
+            const std::int8_t *numbers, float *sums, Floats scales, Floats next_scales, Floats offsets,
+            Floats next_offsets) {
+            constexpr int kTile = kPart % kTiles;
+            constexpr int kUnitRows = kMaxRows / (2 * kNumSums);
+            if constexpr (kPart < kTiles) {
+                store<kTile>(made);
+                start<kTile>();
+            }
+            multiply_tile<kTile>();
+            ahead.step();
+            add_rows<kPart * kUnits * kUnitRows, kUnits * kUnitRows>(
+                products, numbers, sums, scales, next_scales, offsets, next_offsets);
+            if constexpr (kTile + 1 < kTiles) {
+                multiply_part<kTiles, kUnits, kPart + 1>(made, ahead, products, numbers, sums, scales,
+                                                         next_scales, offsets, next_offsets);
+            }
+        }
+
         template <int kTiles>
-        __attribute__((always_inline)) static void load_step(const Turn &turn, int input) {
+        __attribute__((always_inline)) static void load_step(const std::int8_t *x,
+                                                             const std::int8_t *weights) {
             constexpr std::int64_t kRowBytes = TileInputs::kRowBytes;
             constexpr std::int64_t kSecond = TileInputs::kNumBytes == 2
                                                  ? std::int64_t{kMaxDepth<W>}
                                                  : amx::kTileRows * kRowBytes;
-            const std::int8_t *values = turn.weights + input * kPanelWidth;
-            amx::load<4>(turn.x + input, kRowBytes);
-            amx::load<6>(values, amx::kTileBytes);
-            amx::load<7>(values + kMaxDepth<W> * kPanelWidth, amx::kTileBytes);
+            amx::load_once<4>(x, kRowBytes);
+            amx::load<6>(weights, amx::kTileBytes);
+            amx::load<7>(weights + kMaxDepth<W> * kPanelWidth, amx::kTileBytes);
             if constexpr (kTiles == kNumSums) {
-                amx::load<5>(turn.x + input + kSecond, kRowBytes);
+                amx::load_once<5>(x + kSecond, kRowBytes);
             }
         }
 
@@ -353,92 +363,74 @@ private:
 
         template <int kTiles>
         void store_made() {
-            std::int32_t *const target = products(0);
+            std::int32_t *const target = made();
             unrolled<kTiles>([target]<int kTile>() { store<kTile>(target); });
         }
 
         template <int kTiles>
         void add() {
-            Adder(turns_[(index_ - 2) & 3], products(1), scales_stride_)
-                .template add<0, 2 * kTiles>();
+            const Turn &last = turns_[half_ ^ 1];
+            const bool has_offsets = kOfGroups == OfGroups::kSums;
+            add_rows<0, kMaxRows * kTiles / kNumSums>(
+                stored(), last.numbers, last.sums, load(last.scales),
+                load(last.scales + scales_stride_), has_offsets ? load(last.offsets) : zeros(),
+                has_offsets ? load(last.offsets + scales_stride_) : zeros());
         }
 
-        // Adds the products of a turn. Without loops over what it holds, so that it stays in registers.
-        class Adder {
-        public:
-            __attribute__((always_inline)) Adder(const Turn &turn, const std::int32_t *products,
-                                                 std::int64_t stride)
-                : products_(products), row_(turn.row), group_(turn.group), sums_(turn.sums),
-                  first_scales_(load(turn.scales)), second_scales_(load(turn.scales + stride)) {
-                if constexpr (kOfGroups == OfGroups::kSums) {
-                    first_offsets_ = load(turn.offsets);
-                    second_offsets_ = load(turn.offsets + stride);
-                }
+        template <int kRow, int kRows>
+        __attribute__((always_inline)) static void add_rows(const std::int32_t *products,
+                                                            const std::int8_t *numbers, float *sums,
+                                                            Floats scales, Floats next_scales,
+                                                            Floats offsets, Floats next_offsets) {
+            Floats number = zeros();
+            if constexpr (kOfGroups != OfGroups::kNothing) {
+                float of_row;
+                std::memcpy(&of_row, numbers + kRow * TileInputs::kRowBytes, sizeof(of_row));
+                number = broadcast(of_row);
             }
-
-            // Units from kFirst on, of 2 * kTiles in all.
-            template <int kFirst, int kUnits>
-            __attribute__((always_inline)) void add() const {
-                constexpr int kUnitRows = kMaxRows / (2 * kNumSums);
-                add_rows<kFirst * kUnitRows, kUnits * kUnitRows>();
+            add_panel<kRow, 0>(products, sums, number, scales, offsets);
+            add_panel<kRow, 1>(products, sums, number, next_scales, next_offsets);
+            if constexpr (kRows > 1) {
+                add_rows<kRow + 1, kRows - 1>(products, numbers, sums, scales, next_scales, offsets,
+                                              next_offsets);
             }
+        }
 
-        private:
-            template <int kRow, int kRows>
-            __attribute__((always_inline)) void add_rows() const {
-                const Floats number = kOfGroups == OfGroups::kNothing
-                                          ? zeros()
-                                          : broadcast(TileInputs::number_of_group(
-                                                row_ + kRow * TileInputs::kRowBytes, group_));
-                add_panel<kRow, 0>(number, first_scales_, first_offsets_);
-                add_panel<kRow, 1>(number, second_scales_, second_offsets_);
-                if constexpr (kRows > 1) {
-                    add_rows<kRow + 1, kRows - 1>();
-                }
+        template <int kRow, int kPanel>
+        __attribute__((always_inline)) static void add_panel(const std::int32_t *products,
+                                                             float *sums, Floats number,
+                                                             Floats scales, Floats offsets) {
+            Floats share = loraplex::multiply(
+                TileInputs::sum(products + kPanel * 2 * kProducts + kRow * kPanelWidth, kProducts),
+                scales);
+            if constexpr (kOfGroups == OfGroups::kScales) {
+                share = loraplex::multiply(share, number);
+            } else if constexpr (kOfGroups == OfGroups::kSums) {
+                share = subtract(share, loraplex::multiply(number, offsets));
             }
-
-            template <int kRow, int kPanel>
-            __attribute__((always_inline)) void add_panel(Floats number, Floats scales,
-                                                          Floats offsets) const {
-                Floats share = loraplex::multiply(
-                    TileInputs::sum(products_ + kPanel * 2 * kProducts + kRow * kPanelWidth,
-                                    kProducts),
-                    scales);
-                if constexpr (kOfGroups == OfGroups::kScales) {
-                    share = loraplex::multiply(share, number);
-                } else if constexpr (kOfGroups == OfGroups::kSums) {
-                    share = subtract(share, loraplex::multiply(number, offsets));
-                }
-                float *target = sums_ + (kRow * kPanels + kPanel) * kPanelWidth;
-                loraplex::store(target, loraplex::add(load(target), share));
-            }
-
-            const std::int32_t *products_;
-            const std::int8_t *row_;
-            int group_;
-            float *sums_;
-            Floats first_scales_, second_scales_;
-            Floats first_offsets_ = zeros(), second_offsets_ = zeros();
-        };
+            float *target = sums + (kRow * kPanels + kPanel) * kPanelWidth;
+            loraplex::store(target, loraplex::add(load(target), share));
+        }
 
         const int step_inputs_;
         const std::int64_t scales_stride_;
-        // The next one; the last one, the products of which are in the registers; the one before, the
-        // products of which are in memory.
-        Turn turns_[4];
-        int index_ = 0;
         int num_turns_ = 0;
-        alignas(64) std::int32_t memory_[2 * kNumSums * kProducts];
+        // Of the last turn, the products of which are in the registers, and of the one before it, the
+        // products of which are in memory.
+        int half_ = 0;
+        Turn turns_[2];
+        alignas(64) std::int32_t products_[2 * kNumSums * kProducts];
     };
 
     template <OfGroups kOfGroups>
     void add_blocks(const TileInputs &inputs, Range rows, TilePanels<W> panels,
                     const InputPiece &piece, const InputPiece &next, float *sums) const {
         const auto size = static_cast<int>(layout_.group_size());
-        const auto num_groups = static_cast<int>(divide_up(piece.depth, size));
-        const auto num_steps = static_cast<int>(divide_up(piece.depth, step_inputs_) *
-                                                divide_up(rows.size, amx::kTileRows) * kPanels *
-                                                TileInputs::kNumBytes);
+        // One for each tile that is unpacked or multiplied.
+        const std::int64_t num_steps =
+            kPanels * (divide_up(piece.depth, amx::kTileBytes) +
+                       divide_up(piece.depth, step_inputs_) * TileInputs::kNumBytes *
+                           divide_up(rows.size, amx::kTileRows));
         const std::int64_t block_sums = padded_rows(rows.size) * kPanels * kPanelWidth;
         if (piece.first == 0) {
             std::fill_n(sums, panels.num_blocks * block_sums, 0.0f);
@@ -451,33 +443,33 @@ private:
                                   layout_.stride(), piece.depth * kInputSize<W>, num_steps);
             for (int i = 0; i < kPanels; ++i) {
                 unpack(layout_.values(panel + i * layout_.stride(), piece.block, piece.first),
-                       piece.depth, weights[i]);
+                       piece.depth, weights[i], ahead);
             }
             for (std::int64_t first = 0; first < rows.size; first += kMaxRows) {
-                const auto *x =
-                    reinterpret_cast<const std::int8_t *>(inputs.at(piece, rows.first + first));
                 const bool is_half =
                     TileInputs::kNumBytes == 1 && rows.size - first <= amx::kTileRows;
                 if (is_half) {
                     pipeline.template finish<kNumSums>();
                 }
-                for (int group = 0; group < num_groups; ++group) {
-                    const int input = group * size;
-                    const std::int64_t in_block = piece.first + input;
-                    Turn &turn = pipeline.turn();
-                    turn.x = x + input;
-                    turn.weights = weights[0] + input * kPanelWidth;
+                Turn turn;
+                turn.weights = weights[0];
+                turn.x = reinterpret_cast<const std::int8_t *>(inputs.at(piece, rows.first + first));
+                turn.numbers = TileInputs::numbers(turn.x);
+                turn.scales = layout_.scales(panel, piece.block, piece.first);
+                turn.offsets = layout_.offsets(panel, piece.block, piece.first);
+                turn.sums = sums + first * kPanels * kPanelWidth;
+                for (int input = 0; input < piece.depth; input += size) {
                     turn.depth = std::min(size, piece.depth - input);
-                    turn.row = x;
-                    turn.group = group;
-                    turn.scales = layout_.scales(panel, piece.block, in_block);
-                    turn.offsets = layout_.offsets(panel, piece.block, in_block);
-                    turn.sums = sums + first * kPanels * kPanelWidth;
                     if (is_half) {
-                        pipeline.template next<kNumSums / 2>(ahead);
+                        pipeline.template next<kNumSums / 2>(turn, ahead);
                     } else {
-                        pipeline.template next<kNumSums>(ahead);
+                        pipeline.template next<kNumSums>(turn, ahead);
                     }
+                    turn.x += size;
+                    turn.weights += size * kPanelWidth;
+                    turn.numbers += sizeof(float);
+                    turn.scales += kPanelWidth;
+                    turn.offsets += kOfGroups == OfGroups::kSums ? kPanelWidth : 0;
                 }
                 if (is_half) {
                     pipeline.template finish<kNumSums / 2>();
@@ -489,10 +481,13 @@ private:
     }
 
     // As a tile has them: four inputs of each output, then the next four.
-    static void unpack(const W *values, int depth, std::int8_t *target) {
+    static void unpack(const W *values, int depth, std::int8_t *target, WeightsAhead<W> &ahead) {
         constexpr int kVectorInputs = 64 / static_cast<int>(kInputSize<W>);
         const auto *bytes = reinterpret_cast<const std::int8_t *>(values);
         for (int input = 0; input < depth; input += kVectorInputs) {
+            if (input % amx::kTileBytes == 0) {
+                ahead.step();
+            }
             const __m512i vector = _mm512_loadu_si512(bytes);
             bytes += 64;
             if constexpr (std::is_same_v<W, Int4>) {
