@@ -13,6 +13,7 @@
 
 #include "amx.h"
 #include "linear_amx.h"
+#include "linear_amx_quantized.h"
 #include "linear_super_blocks.h"
 
 namespace loraplex {
@@ -63,27 +64,29 @@ public:
         alignas(64) TileSums products;
         const std::int64_t block_sums = padded_rows(rows.size) * kBlockOutputs;
         const TilePanels<W> pairs = {panels.first, panels.num_blocks * kBlockPairs};
+        const auto num_steps = static_cast<int>(divide_up(rows.size, amx::kTileRows) * kNumSteps);
         Tiles last = {};  // those of which the floats are not computed yet
         for (std::int64_t pair = 0; pair < pairs.num_blocks; ++pair) {
             const W *panel = panels.first + pair * kPanels * layout_.stride();
             const W *values = layout_.values(panel, piece.block, piece.first);
-            const W *ahead = weights_after(layout_, pairs, kPanels, pair, piece, next);
+            const W *next_values = weights_after(layout_, pairs, kPanels, pair, piece, next);
             Tiles tiles = {};
             tiles.products = &products;
             for (int i = 0; i * kSuperInputs < piece.depth; ++i) {
                 tiles.super_block = i;
                 tiles.is_first = piece.first == 0 && i == 0;
                 for (int p = 0; p < kPanels; ++p) {
-                    const std::int64_t offset = p * layout_.stride() + i * parts_.num_bytes();
-                    tiles.weights[p] = reinterpret_cast<const std::uint8_t *>(values + offset);
-                    fold(tiles.weights[p], reinterpret_cast<const std::uint8_t *>(ahead + offset),
-                         weights[p]);
+                    tiles.weights[p] = reinterpret_cast<const std::uint8_t *>(
+                        values + p * layout_.stride() + i * parts_.num_bytes());
+                    fold(tiles.weights[p], weights[p]);
                 }
+                WeightsAhead<W> ahead(next_values + i * parts_.num_bytes(), layout_.stride(),
+                                      parts_.num_bytes(), num_steps);
                 for (std::int64_t row = 0; row < rows.size; row += amx::kTileRows) {
                     tiles.x = inputs.at(piece, rows.first + row);
                     tiles.sums = sums + pair / kBlockPairs * block_sums + row * kBlockOutputs +
                                  pair % kBlockPairs * kPanels * kPanelWidth;
-                    multiply(tiles, weights, last);
+                    multiply(tiles, weights, last, ahead);
                     last = tiles;
                 }
             }
@@ -117,20 +120,14 @@ private:
         TileSums *products;
     };
 
-    // ahead: the weights of the next call
-    void fold(const std::uint8_t *values, const std::uint8_t *ahead,
-              FoldedWeights &weights) const {
+    void fold(const std::uint8_t *values, FoldedWeights &weights) const {
         constexpr auto kStep = static_cast<int>(kInterleaved<W>);
         const __m512i low_bytes = _mm512_set1_epi16(0xff);
         const __m512i high_bytes = _mm512_slli_epi16(low_bytes, 8);
         const auto *factors = reinterpret_cast<const std::int8_t *>(values + parts_.factors());
         const auto group_size = static_cast<int>(layout_.group_size());
         std::int64_t target = 0;
-        const std::uint8_t *end = ahead;
         for (int group = 0; group < parts_.num_groups; ++group) {
-            for (end += parts_.num_bytes() / parts_.num_groups; ahead < end; ahead += 64) {
-                __builtin_prefetch(ahead, 0, 2);
-            }
             const __m512i bytes = _mm512_and_si512(load_ints(factors + group * kPanelWidth),
                                                    _mm512_set1_epi32(0xff));
             const __m512i of_evens = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 16));
@@ -169,7 +166,7 @@ private:
 
     // tiles.products. Those of the last ones are read before they are written over.
     void multiply(const Tiles &tiles, const FoldedWeights (&weights)[kPanels],
-                  const Tiles &last) const {
+                  const Tiles &last, WeightsAhead<W> &ahead) const {
         unrolled<2 * kPanels>([]<int kTile>() { amx::zero<kTile>(); });
         unrolled<kNumSteps>([&]<int kStep>() {
             constexpr int kX = 4, kHigh = 5, kLow = 6;
@@ -185,6 +182,7 @@ private:
             for (int row = 0; row < amx::kTileRows; ++row) {
                 __builtin_prefetch(x + (amx::kTileRows + row) * RowInputs::kStride);
             }
+            ahead.step();
             add_part<kStep>(last);
         });
         unrolled<2 * kPanels>([&]<int kTile>() {
