@@ -25,8 +25,8 @@ constexpr std::int64_t kWorthSharingInputs = 1 << 15;
 
 // Pairs whose inputs are widened at a time: for many tokens with many experts, memory has an end.
 constexpr std::int64_t kMaxPairs = 2048;
-// Inputs that a thread prepares at a time: claiming a short row takes longer than preparing it.
-constexpr std::int64_t kInputsPerClaim = 1 << 13;
+// Groups of rows whose inputs a thread prepares: claiming each row takes as long as preparing a short one.
+constexpr std::int64_t kGroupsPerThread = 8;
 // Tiles of a product for each thread, at least: a thread that is late then keeps the others waiting less.
 constexpr std::int64_t kTilesPerThread = 2;
 // Outputs of a row that are added over ranks at a time: in the nearest cache.
@@ -149,12 +149,14 @@ private:
                                    : std::min(num_rows, channel_->capacity() / out_features_);
     }
 
-    // Tiles have fewer blocks where there would not be enough of them for all threads.
+    // Tiles have fewer blocks where some threads would be left without work.
     Cut cut(std::int64_t num_rows) const {
         Cut cut = Products::cut(num_rows);
         const std::int64_t num_blocks = num_panels(out_features_) / cut.shape.panels;
         const std::int64_t fewest_tiles = kTilesPerThread * pool_.num_threads();
         cut.tile_blocks = std::clamp<std::int64_t>(num_blocks / fewest_tiles, 1, cut.tile_blocks);
+        const std::int64_t rounds = divide_up(num_blocks, cut.tile_blocks * pool_.num_threads());
+        cut.tile_blocks = divide_up(num_blocks, rounds * pool_.num_threads());
         return cut;
     }
 
@@ -172,7 +174,7 @@ private:
         sums_bytes_ *= std::bit_width(static_cast<std::size_t>(pieces_.num_blocks()));
         sums_ = static_cast<std::byte *>(pool_.worker_scratch(sums_bytes_));
         const std::int64_t num_groups =
-            std::min(num_rows, divide_up(num_rows * call_.in_features, kInputsPerClaim));
+            std::min<std::int64_t>(num_rows, kGroupsPerThread * pool_.num_threads());
         share(num_groups, num_rows * call_.in_features >= kWorthSharingInputs,
               [&](std::int64_t group, int) {
                   const Range rows = part(num_rows, num_groups, group);

@@ -28,9 +28,9 @@ namespace loraplex {
 // The weights of a tile are read once for so many rows.
 inline constexpr std::int64_t kMaxAmxRows = 512;
 
-// Blocks of two panels in a tile of many rows: so often the rows' inputs are read from the second cache,
-// which has room for the sums, too.
-inline constexpr std::int64_t kTileBlocks = 16;
+// Blocks of two panels in a tile of many rows: so often the rows' inputs are read from the second cache
+// before those of the next piece come from the third one.
+inline constexpr std::int64_t kTileBlocks = 32;
 
 // Inputs of one multiplication of bfloat16.
 inline constexpr int kStepInputs = amx::kTileBytes / static_cast<int>(sizeof(Bfloat16));
