@@ -487,6 +487,7 @@ private:
         for (int input = 0; input < depth; input += kVectorInputs) {
             if (input % amx::kTileBytes == 0) {
                 ahead.step();
+                amx::stay_awake();
             }
             const __m512i vector = _mm512_loadu_si512(bytes);
             bytes += 64;
