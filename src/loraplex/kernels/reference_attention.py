@@ -87,7 +87,7 @@ def _attend_group(
     values = _gather(value, group.block_ids)
     # A block's old content may be NaN, and 0 * NaN would spread it.
     values.masked_fill_(group.unread[:, None, :, None], 0.0)
-    scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)) * rules.scale
+    scores = _products(queries, keys.flatten(0, 1).transpose(1, 2)) * rules.scale
     if rules.soft_cap is not None:
         # float64: a tanh's bits differ with its place in a chunk.
         scores = (rules.soft_cap * torch.tanh(scores.double() / rules.soft_cap)).float()
@@ -102,9 +102,19 @@ def _attend_group(
         sinks = sink_logits.view(num_kv_heads, 1, -1, 1).expand(*by_query.shape[:-1], 1)
         scores = torch.cat((by_query, sinks), dim=-1).view(*scores.shape[:-1], -1)
     probabilities = torch.softmax(scores, dim=-1)[..., : keys.shape[2]]
-    summed = torch.bmm(probabilities, values.flatten(0, 1))
+    summed = _products(probabilities, values.flatten(0, 1))
     by_head = summed.view(num_tiles, num_kv_heads, num_queries, -1, summed.shape[-1])
     return by_head.transpose(1, 2).reshape(num_tiles * num_queries, num_heads, -1)
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[B, n, k] and [B, k, m] -> [B, n, m]: a matrix has the same bits alone and in company.
+
+    On some processors MKL cuts long sums of a single matrix for its threads, never of several.
+    """
+    if len(a) > 1 or a.device.type != "cpu":
+        return torch.bmm(a, b)
+    return torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1]
 
 
 def _bias_by_query(
